@@ -229,7 +229,9 @@ class Fleet(PeerReplicas):
             raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
 
         def cost(member: Member) -> tuple[bool, bool, int]:
-            return member.batcher.refuses(request), member.leaving, len(member.batcher.streams)
+            # one that has shards does not wait for an adapter that they lack; others load it before anything is queued
+            lacks = member.up and request.adapter not in ("", *member.batcher.adapters)
+            return lacks or member.batcher.refuses(request), member.leaving, len(member.batcher.streams)
 
         chosen = min(known, key=cost).batcher
         if self._placement is not None:

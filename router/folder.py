@@ -140,9 +140,13 @@ def _unnamed(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer, named: str | None) -> tuple[int, ...]:
-    """All that generation_config.json names (config.json where that has none), and the tokenizer's own."""
+    """All that generation_config.json names (config.json where that has none, or its description of the text), and the tokenizer's
+    own."""
     for name in ("generation_config.json", "config.json"):
-        found = _read(folder / name).get("eos_token_id")
+        fields = _read(folder / name)
+        text, found = fields.get("text_config"), fields.get("eos_token_id")
+        if found is None and isinstance(text, dict):
+            found = text.get("eos_token_id")
         if found is not None:
             break
     ids = [] if found is None else [found] if isinstance(found, int) else found

@@ -331,8 +331,8 @@ class Engine:
         outcome.draft_seconds = time.perf_counter() - began
 
     def _ready(self, chunks: list[tuple[Group, int]], alone: bool) -> list[tuple[Group, int]]:
-        """The chunks without groups whose grammars are still being compiled: nobody waits for these, unless there is nothing else
-        to do. Compilation depends on timing, so rank 0 broadcasts what is ready."""
+        """The chunks without groups whose grammars are still being compiled: nobody waits for these, but for a moment where there
+        is nothing else to do. Compilation depends on timing, so rank 0 broadcasts what is ready."""
         asked = [group for group, _ in chunks if group.grammar and not group.compiled]
         if not asked:
             return chunks

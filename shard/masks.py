@@ -25,6 +25,10 @@ from .decoding.tree import ROOT, Tree
 from .sequence import Group, Sequence
 from .step import Run
 
+# Seconds that a step without other work waits for a grammar to be compiled. Commands that come meanwhile, for other requests, wait
+# as long; the first grammar takes longest, since the tokenizer is read for it (14 s with a vocabulary of 262,000 tokens).
+PATIENCE = 0.05
+
 
 @dataclass(slots=True)
 class StepMasks:
@@ -45,10 +49,10 @@ class Masks:
         self._thread = futures.ThreadPoolExecutor(1, "masks")
 
     def ready(self, groups: Listing[Group], wait: bool) -> list[bool]:
-        """Which groups' grammars are compiled. wait: until at least one is."""
+        """Which groups' grammars are compiled. wait: until at least one is, but no longer than PATIENCE."""
         beginnings = [self._beginning(group) for group in groups]
         if wait:
-            futures.wait(beginnings, return_when=futures.FIRST_COMPLETED)
+            futures.wait(beginnings, PATIENCE, return_when=futures.FIRST_COMPLETED)
         return [beginning.done() for beginning in beginnings]
 
     def begin(self, runs: Listing[Run]) -> "PendingMasks | None":

@@ -1,4 +1,4 @@
-"""Certificates for tests, made with the openssl command."""
+"""Certificate authorities and node certificates for tests of TLS, made with the openssl command."""
 
 import shutil
 import subprocess
@@ -12,26 +12,26 @@ KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 @dataclass(frozen=True)
 class Authority:
-    """One certificate authority, and a node that it has certified."""
+    """A certificate authority, and the certificate of a node that it has signed."""
 
     files: tuple[str, str, str]  # certificate and key of the node, certificate of the authority
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Of `penstock serve`."""
+        """Flags for `penstock serve`."""
         certificate, key, authority = self.files
         return ("--tls-cert", certificate, "--tls-key", key, "--tls-ca", authority)
 
 
 def authorities(folder: Path) -> tuple[Authority, Authority]:
-    """Two that don't know each other."""
+    """Two authorities, neither of which trusts the other. Skips the test if there is no openssl command."""
     if not shutil.which("openssl"):
         pytest.skip("there is no openssl command")
     return make(folder / "ours"), make(folder / "others")
 
 
 def make(folder: Path, name: str = "penstock") -> Authority:
-    """An authority in a new folder, and a certificate for that name."""
+    """An authority in a new folder, and a node certificate that is valid for `name`."""
     folder.mkdir()
 
     def openssl(*arguments: str) -> None:

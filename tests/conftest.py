@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings and fixtures for all tests."""
 
 import atexit
 import gc
@@ -7,25 +7,27 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before numpy comes: its threads wait by spinning, and take the cores of those who compute. For shards the launcher says so.
+# Set before numpy is imported: its idle threads spin, and take cores from the processes that compute. For shards the launcher sets
+# them.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
-# While modules come nothing of theirs goes: each look for what might takes longer than the one before.
+# While modules are imported nothing can be collected, and each garbage collection takes longer than the one before.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What has come stays. Else each collection, of which bench and servers ask for some, takes half a second to look at it all."""
+    """Imported modules are exempt from garbage collection. Otherwise each collection, some of which bench and the servers request,
+    would take half a second to scan them all."""
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # some of it complains where it outlives Python
+    atexit.register(gc.unfreeze)  # some objects raise errors if they are still frozen when Python exits
 
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Of torch, in this process."""
-    import torch  # most tests do without
+    """torch uses one thread in this process."""
+    import torch  # most tests don't need it
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)

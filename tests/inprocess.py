@@ -1,6 +1,6 @@
 """The router's batcher over a real shard in the same process: real model, real pages, real scheduler; no HTTP, no gRPC.
 
-For tests of what needs all of these together and many runs of it.
+For tests that need all of these together and run them many times.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from penstock.shard.loading import load
 from penstock.shard.relay import Sender
 from penstock.shard.service import Service
 
-DEMO = Path(__file__).parents[1] / "demo" / "model"
-LIGHT = DEMO.with_name("draft")  # half as deep and wide, with the same tokens: for tests to which any trained model will do
+DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
+SMALL_MODEL = DEMO_MODEL.with_name("draft")  # half as deep and wide, same tokenizer: for tests in which any trained model will do
 
 
-class NoCall:
-    """Stands for the gRPC call of a command that needs none."""
+class NoGrpcContext:
+    """The gRPC context of calls that are made without gRPC."""
 
     def abort(self, code: object, details: str) -> None:
         raise AssertionError(details)
 
 
-class InProcess:
-    """`router.shards.Shards` without processes: a stream of commands within this one."""
+class InProcessShards:
+    """`router.shards.Shards` without other processes: the stream of commands stays in this one."""
 
     def __init__(self, service: Service) -> None:
         self.stage = "ready"
@@ -54,18 +54,18 @@ class InProcess:
 
     @property
     def info(self) -> shard_pb2.InfoReply:
-        return self._service.Info(shard_pb2.InfoRequest(), NoCall())
+        return self._service.Info(shard_pb2.InfoRequest(), NoGrpcContext())
 
     async def connect(self) -> None:
         pass
 
     async def warm_up(self, request: shard_pb2.WarmupRequest) -> shard_pb2.WarmupReply:
-        reply = self._service.Warmup(request, NoCall())
+        reply = self._service.Warmup(request, NoGrpcContext())
         self._thread.start()
         return reply
 
     async def load_adapter(self, request: shard_pb2.LoadAdapterRequest) -> shard_pb2.LoadAdapterReply:
-        return self._service.LoadAdapter(request, NoCall())
+        return self._service.LoadAdapter(request, NoGrpcContext())
 
     def execute(self, command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
         self.steps += 1
@@ -76,8 +76,8 @@ class InProcess:
         return reply
 
     def _read(self) -> None:
-        for reply in self._service.Steps(iter(self._commands.get, None), NoCall()):
-            self._loop.call_soon_threadsafe(_take, self._replies.get(), reply)
+        for reply in self._service.Steps(iter(self._commands.get, None), NoGrpcContext()):
+            self._loop.call_soon_threadsafe(_set_result, self._replies.get(), reply)
 
     async def forget(self) -> None:
         raise AssertionError("it is never lost")
@@ -87,29 +87,29 @@ class InProcess:
         await asyncio.to_thread(self._thread.join)
 
 
-def _take(future: "asyncio.Future[shard_pb2.Reply]", reply: shard_pb2.Reply) -> None:
+def _set_result(future: "asyncio.Future[shard_pb2.Reply]", reply: shard_pb2.Reply) -> None:
     if not future.done():
         future.set_result(reply)
 
 
-class Restless(Scheduler):
-    """Pauses jobs when nothing asks for it, until each was paused `times` times: those that decode at once, since with drafts few
-    steps end an answer; others by chance."""
+class PreemptingScheduler(Scheduler):
+    """Preempts jobs at random though memory suffices, until each was preempted `least_preemptions` times. Jobs that decode are
+    preempted at once, since with draft tokens an answer takes few steps; others with a probability."""
 
-    times = 2
+    least_preemptions = 2
 
     def __init__(self, bounds: Bounds, policy: Policy, draft_budget: DraftBudget | None = None) -> None:
         super().__init__(bounds, policy, draft_budget)
-        self.pauses: Counter[int] = Counter()
-        self._chance = random.Random(1)
+        self.preemptions: Counter[int] = Counter()
+        self._random = random.Random(1)
 
     def next(self) -> Action | None:
         idle = not self._filters and not self._dropped and not self._ended
-        tired = [job for job in self._running.values() if self.pauses[job.uid] < self.times]
-        if idle and tired and (self._chance.random() < 0.8 or not all(job.lacking for job in tired)):
-            chosen = self._chance.sample(tired, self._chance.randint(1, len(tired)))
-            victims = [job for job in tired if job in chosen or not job.lacking]
-            self.pauses.update(job.uid for job in victims)
+        remaining = [job for job in self._running.values() if self.preemptions[job.uid] < self.least_preemptions]
+        if idle and remaining and (self._random.random() < 0.8 or not all(job.lacking for job in remaining)):
+            sample = self._random.sample(remaining, self._random.randint(1, len(remaining)))
+            victims = [job for job in remaining if job in sample or not job.lacking]
+            self.preemptions.update(job.uid for job in victims)
             return self._take_back(victims)
         return super().next()
 
@@ -117,43 +117,46 @@ class Restless(Scheduler):
 def run(
     test: Callable[[Batcher], Awaitable[Any]],
     *,
-    folder: Path = DEMO,
+    folder: Path = DEMO_MODEL,
     scheduler: type[Scheduler] = Scheduler,
     shard: dict[str, Any] | None = None,
     router: dict[str, Any] | None = None,
 ) -> Any:
-    """What `test` returns, given a batcher that has started. Afterwards every page must be free."""
+    """Runs `test` with a started batcher and returns its result. Afterwards every page must be free."""
 
     async def main() -> Any:
         settings = ShardConfig(folder=str(folder), model="test", **(shard or {}))
         service = Service(settings, lambda code: None)
         service.start(load(settings, lambda stage: None), Sender.__new__(Sender))
-        batcher_module.Scheduler, kept = scheduler, batcher_module.Scheduler  # type: ignore[misc]
+        batcher_module.Scheduler, original_scheduler = scheduler, batcher_module.Scheduler  # type: ignore[misc]
         try:
             batcher = Batcher(
-                RouterConfig(folder=str(folder), model="test", **(router or {})), Tokenizer(folder), InProcess(service), Metrics()
+                RouterConfig(folder=str(folder), model="test", **(router or {})),
+                Tokenizer(folder),
+                InProcessShards(service),
+                Metrics(),
             )
             async with asyncio.timeout(120):
                 await batcher.start()
                 result = await test(batcher)
-                while value(batcher, "penstock_pages_free") < value(batcher, "penstock_pages_total"):  # noqa: ASYNC110
+                while metric_value(batcher, "penstock_pages_free") < metric_value(batcher, "penstock_pages_total"):  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
                 await batcher.close()
         finally:
-            batcher_module.Scheduler = kept  # type: ignore[misc]
+            batcher_module.Scheduler = original_scheduler  # type: ignore[misc]
         return result
 
     return asyncio.run(main())
 
 
-def value(batcher: Batcher, name: str) -> float:
-    """A metric."""
+def metric_value(batcher: Batcher, name: str) -> float:
+    """The value of a metric without labels."""
     lines = batcher._metrics.render().decode().splitlines()
     return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name + " ")))
 
 
-async def tokens(batcher: Batcher, request: Request) -> list[list[int]]:
-    """Ids of each choice."""
+async def generate_tokens(batcher: Batcher, request: Request) -> list[list[int]]:
+    """The token ids of each choice."""
     answers: list[list[int]] = [[] for _ in range(request.choices)]
     async with aclosing(batcher.submit(request)) as stream:
         async for items in stream:
@@ -163,6 +166,6 @@ async def tokens(batcher: Batcher, request: Request) -> list[list[int]]:
     return answers
 
 
-async def together(batcher: Batcher, requests: Sequence[Request]) -> list[list[list[int]]]:
-    """All at once."""
-    return await asyncio.gather(*(tokens(batcher, request) for request in requests))
+async def generate_all(batcher: Batcher, requests: Sequence[Request]) -> list[list[list[int]]]:
+    """generate_tokens for all requests at once."""
+    return await asyncio.gather(*(generate_tokens(batcher, request) for request in requests))

@@ -1,6 +1,6 @@
-"""A real server for tests: `penstock serve` as a process of its own, and what it leaves behind, which is nothing.
+"""A real server for tests: runs `penstock serve` as a separate process, and checks that it leaves no processes and files behind.
 
-Knows processes and HTTP; not what a model answers.
+Knows processes and HTTP, but not what a model answers.
 """
 
 import http.client
@@ -17,15 +17,15 @@ from typing import NamedTuple
 
 from penstock.launcher.machine import free_port
 
-START = 60.0  # seconds until it is ready, on a busy machine
-STOP = 30.0  # seconds until it has ended
+START = 60.0  # seconds until the server is ready, at most, on a busy machine
+STOP = 30.0  # seconds until it has exited, at most
 POLL = 0.02
 
 
 class Server:
-    """A launcher and whatever it starts. Its temporary files go to `folder`/run, its working directory is `folder`/here.
+    """A launcher and the processes that it starts. Its temporary files go to `folder`/run, its working directory is `folder`/here.
 
-    With `environment` it is `text-generation-launcher`, and that is all it is told beside the flags and PORT.
+    With `environment` the command is `text-generation-launcher`, configured by these variables, PORT and the flags only.
     """
 
     def __init__(
@@ -33,37 +33,37 @@ class Server:
         folder: Path,
         *flags: str,
         environment: Mapping[str, str] | None = None,
-        prefix: Sequence[str] = (),  # of the command, which runs it elsewhere
+        prefix: Sequence[str] = (),  # put before the command, to run it in another network namespace
         port: int = 0,
     ) -> None:
         self.folder = folder
-        self.runs, self.here = folder / "run", folder / "here"
+        self.run_folder, self.working_folder = folder / "run", folder / "here"
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        for each in (self.runs, self.here):
+        for each in (self.run_folder, self.working_folder):
             each.mkdir(exist_ok=True)
         self._log = folder / f"log-{self.port}"
         if environment is None:
-            # Not as the model is stored: what is compared with transformers, or with other batches, wants 32 bits.
+            # Not the dtype that the model is stored in: comparisons with transformers, or between batches, need 32 bits.
             own = ("serve", "--hostname", "127.0.0.1", "--port", str(self.port), "--device", "cpu", "--threads", "1")
             own += ("--dtype", "float32")
-            command, told = ["penstock.launcher", *own], {}
+            command, variables = ["penstock.launcher", *own], {}
         else:
-            command, told = ["penstock.launcher.tgi"], {**environment, "PORT": str(self.port)}
+            command, variables = ["penstock.launcher.tgi"], {**environment, "PORT": str(self.port)}
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", *command, *flags],
-                env={**os.environ, "TMPDIR": str(self.runs), **told},
-                cwd=self.here,
+                env={**os.environ, "TMPDIR": str(self.run_folder), **variables},
+                cwd=self.working_folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        self._known: dict[int, str] = {}
+        self._start_times: dict[int, str] = {}
 
     @property
     def log(self) -> str:
-        """All that it has written."""
+        """Everything that it has written to stdout and stderr."""
         return self._log.read_text()
 
     def wait_until_ready(self) -> None:
@@ -76,7 +76,7 @@ class Server:
         self.children()
 
     def health(self) -> int:
-        """The status of /health; 0 while nobody answers."""
+        """The status of /health; 0 while nothing listens."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
             connection.request("GET", "/health")
@@ -87,17 +87,17 @@ class Server:
             connection.close()
 
     def children(self) -> dict[int, str]:
-        """Every live process that it has started, directly or not, with its command line."""
+        """Every live process that it has started, directly or indirectly: pid to command line."""
         processes = _processes()
-        mine = {pid for pid, start in self._known.items() if pid in processes and processes[pid].start == start}
-        if self.process.poll() is None:  # else its pid may be another's
+        mine = {pid for pid, start in self._start_times.items() if pid in processes and processes[pid].start == start}
+        if self.process.poll() is None:  # else its pid may belong to another process
             mine.add(self.process.pid)
         while more := {pid for pid, each in processes.items() if each.parent in mine} - mine:
             mine |= more
-        # Those whose parent has died have another one by now, but its folder in their settings.
-        mine |= {pid for pid, each in processes.items() if str(self.runs) in each.line}
+        # Processes whose parent has died were adopted by another, but have this server's folder in their settings.
+        mine |= {pid for pid, each in processes.items() if str(self.run_folder) in each.line}
         mine.discard(self.process.pid)
-        self._known |= {pid: processes[pid].start for pid in mine}
+        self._start_times |= {pid: processes[pid].start for pid in mine}
         return {pid: processes[pid].line for pid in mine}
 
     def child(self, name: str) -> int:
@@ -105,27 +105,27 @@ class Server:
         [pid] = [pid for pid, line in self.children().items() if name in line]
         return pid
 
-    def wait_until_alone(self, seconds: float) -> None:
-        """Returns when no child lives any more."""
+    def wait_until_no_children(self, seconds: float) -> None:
+        """Returns when no child is alive; fails after `seconds`."""
         deadline = time.monotonic() + seconds
         while left := self.children():
             assert time.monotonic() < deadline, left
             time.sleep(POLL)
 
     def stop(self, number: int = signal.SIGINT) -> None:
-        """Asks it to end, and checks that it does, with exit code 0, and with nothing left."""
+        """Sends a signal, and checks that it exits with code 0 and leaves nothing behind."""
         self.children()
         self.process.send_signal(number)
         self.check_end(0)
 
     def check_end(self, code: int) -> None:
-        """It ends by itself now, with this exit code, and nothing is left."""
+        """Waits until it exits, and checks that the exit code is `code` and that no processes or files are left."""
         assert self.process.wait(STOP) == code, self.log
-        self.wait_until_alone(0)
-        assert [*self.runs.iterdir(), *self.here.iterdir()] == []
+        self.wait_until_no_children(0)
+        assert [*self.run_folder.iterdir(), *self.working_folder.iterdir()] == []
 
     def kill(self) -> None:
-        """Ends what is left of it after a failure."""
+        """Kills all of its processes that are left after a failure."""
         left = self.children()
         self.process.kill()
         self.process.wait()
@@ -136,7 +136,7 @@ class Server:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for servers, gone afterwards. Sockets need a short path, which TMPDIR may not be."""
+    """A temporary folder for servers. Unix sockets need a short path, and TMPDIR may be long."""
     with tempfile.TemporaryDirectory(prefix="serving-", dir="/tmp") as folder:
         yield Path(folder)
 
@@ -145,10 +145,10 @@ def scratch() -> Iterator[Path]:
 def serve(
     *flags: str, folder: Path | None = None, stop: int = signal.SIGINT, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """A server that is ready. At the end it is stopped by that signal, unless it has ended already, and must leave nothing.
+    """A server that is ready. At the end it is stopped by the signal `stop`, unless it has exited already, and must leave nothing
+    behind.
 
-    `folder` is for a test that starts several servers in the same place. `environment`: see Server.
-    """
+    `folder` is for tests that start several servers in the same folder. `environment`: see Server."""
     with scratch() as own:
         server = Server(folder or own, *flags, environment=environment)
         try:
@@ -161,7 +161,7 @@ def serve(
 
 
 def run(command: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A `penstock` command that ends by itself; its temporary files go to `folder`."""
+    """Runs a `penstock` command that exits by itself; its temporary files go to `folder`."""
     return subprocess.run(
         [sys.executable, "-m", "penstock.launcher", command, *arguments],
         env={**os.environ, "TMPDIR": str(folder)},
@@ -173,16 +173,16 @@ def run(command: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
 
 class _Process(NamedTuple):
     parent: int
-    start: str  # when; tells it from a later one of the same pid
+    start: str  # when it started; distinguishes it from a later process with the same pid
     line: str
 
 
 def _processes() -> dict[int, _Process]:
-    """Every process that has not ended, by its pid."""
+    """Every process that has not exited, by pid."""
     found = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
-            with suppress(OSError):  # it has ended while we looked
+            with suppress(OSError):  # it exited meanwhile
                 fields = (path / "stat").read_text().rpartition(")")[2].split()
                 line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if fields[0] not in "ZX":

@@ -1,4 +1,5 @@
-"""The embedded demo model: its lessons keep questions apart from training, and its weights answer them."""
+"""The demo model: its training data holds none of the held-out questions, its tokenizer and chat template are consistent, and its
+weights answer held-out questions."""
 
 import json
 from functools import cache
@@ -27,59 +28,59 @@ def tokenizer() -> evaluate.PreTrainedTokenizerBase:
 
 
 def held_out_text(question: lessons.Question) -> str:
-    """The message that training must never have seen: the story, the introduction, or else the question itself."""
+    """The message that must not be in the training data: the story, the introduction, or else the question itself."""
     contents = [message["content"] for message in question.messages]
     return max(contents, key=len) if question.kind == "reading" else contents[0 if question.kind == "name" else -1]
 
 
-def leaks(conversations: list[list[lessons.Message]], kind: str) -> list[str]:
-    """The held-out messages of that kind which the conversations contain, in any of their turns."""
-    asked = {held_out_text(question) for question in islice(lessons.questions(3, kind), 200)}
-    return sorted(asked & {message["content"] for messages in conversations for message in messages})
+def leaked_messages(conversations: list[list[lessons.Message]], kind: str) -> list[str]:
+    """The held-out messages of a kind that the conversations contain, in any turn."""
+    held_out = {held_out_text(question) for question in islice(lessons.questions(3, kind), 200)}
+    return sorted(held_out & {message["content"] for messages in conversations for message in messages})
 
 
 @cache
-def training(count: int) -> list[list[lessons.Message]]:
+def training_conversations(count: int) -> list[list[lessons.Message]]:
     return list(islice(lessons.conversations(1), count))
 
 
-def test_fits_in_12_mb() -> None:
+def test_demo_models_take_at_most_12_mb() -> None:
     shipped = [*FOLDER.glob("*.*"), *MODEL.iterdir(), *DRAFT.iterdir(), *EAGLE.iterdir()]
     assert sum(path.stat().st_size for path in shipped if path.is_file()) <= 12_000_000
 
 
-def test_lessons_are_deterministic() -> None:
-    assert training(50) == list(islice(lessons.conversations(1), 50)) != list(islice(lessons.conversations(2), 50))
+def test_training_data_is_deterministic_per_seed() -> None:
+    assert training_conversations(50) == list(islice(lessons.conversations(1), 50)) != list(islice(lessons.conversations(2), 50))
     for kind in lessons.KINDS:
         first, second = (list(islice(lessons.questions(1, kind), 5)) for _ in range(2))
         assert [(each.messages, each.answer) for each in first] == [(each.messages, each.answer) for each in second]
 
 
 @pytest.mark.parametrize("kind", lessons.KINDS)
-def test_reference_answers_pass_their_own_check_and_others_do_not(kind: str) -> None:
+def test_checks_of_questions_accept_the_reference_answer_and_reject_a_wrong_one(kind: str) -> None:
     for question in islice(lessons.questions(2, kind), 50):
         assert question.check(question.answer)
         assert not question.check("The answer is green.")
 
 
-# Small talk is a fixed list, of which nothing is held out.
+# Small talk is a fixed list; none of it is held out.
 @pytest.mark.parametrize("kind", sorted(set(lessons.KINDS) - {"small_talk"}))
-def test_training_holds_nothing_that_is_held_out(kind: str) -> None:
-    conversations = training(6000)
-    assert leaks(conversations, kind) == []
-    planted = next(lessons.questions(3, kind))
-    assert leaks([*conversations, list(planted.messages)], kind) == [held_out_text(planted)]
+def test_training_data_contains_no_held_out_message(kind: str) -> None:
+    conversations = training_conversations(6000)
+    assert leaked_messages(conversations, kind) == []
+    leaked = next(lessons.questions(3, kind))
+    assert leaked_messages([*conversations, list(leaked.messages)], kind) == [held_out_text(leaked)]
 
 
 @pytest.mark.parametrize(
     ("number", "words"),
     [(0, "zero"), (15, "fifteen"), (47, "forty-seven"), (312, "three hundred and twelve"), (900, "nine hundred")],
 )
-def test_spells_numbers(number: int, words: str) -> None:
+def test_numbers_are_spelled_in_words(number: int, words: str) -> None:
     assert spell(number) == words
 
 
-def test_folders_have_the_hugging_face_layout() -> None:
+def test_model_folders_have_hugging_faces_layout() -> None:
     index = json.loads((MODEL / "model.safetensors.index.json").read_text())
     shards = set(index["weight_map"].values())
     assert len(shards) >= 2
@@ -96,37 +97,37 @@ def test_folders_have_the_hugging_face_layout() -> None:
 @pytest.mark.parametrize(
     "text", ["Once upon a time", "naïve café", "日本語", "👩‍🚀 🎈", "tab\tand\nline", "  two  ", "12 + 30 = 42"]
 )
-def test_tokenizer_gives_back_any_text(tokenizer: evaluate.PreTrainedTokenizerBase, text: str) -> None:
+def test_tokenizer_round_trips_any_text(tokenizer: evaluate.PreTrainedTokenizerBase, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_tokenizer_knows_every_byte(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+def test_tokenizer_round_trips_every_code_point_up_to_0x10fff(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
     for start in range(0, 0x11000, 64):
         text = "".join(chr(code) for code in range(start, start + 64) if not 0xD800 <= code < 0xE000)
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_plain_text_begins_with_the_begin_token(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+def test_tokenizer_adds_the_begin_token_to_plain_text(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("Hello"))[0] == train.BEGIN == tokenizer.bos_token
     assert tokenizer.eos_token == train.END
 
 
-def test_digits_are_tokens_of_their_own(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+def test_each_digit_is_one_token(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
     assert tokenizer.tokenize("a 427") == ["a", "Ġ", "4", "2", "7"]
 
 
-def test_chat_template_says_what_the_training_saw(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
-    for messages in training(6000)[-50:]:
+def test_chat_template_renders_the_text_that_was_trained_on(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+    for messages in training_conversations(6000)[-50:]:
         if messages[0]["role"] != "text":
             rendered = tokenizer.apply_chat_template(messages, tokenize=False)
             assert rendered == "".join(text for text, _ in train.render(messages))
-    opened = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
-    assert opened == "<|begin|><|user|>Hi<|end|><|assistant|>"
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|begin|><|user|>Hi<|end|><|assistant|>"
 
 
-def test_answers_held_out_questions_and_the_draft_agrees(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
+def test_model_answers_held_out_questions_and_the_draft_model_agrees(tokenizer: evaluate.PreTrainedTokenizerBase) -> None:
     target, draft = evaluate.load_model(MODEL), evaluate.load_model(DRAFT)
-    asked = [question for kind in lessons.KINDS for question in islice(lessons.questions(7, kind), 20)]
-    result = evaluate.score(target, draft, tokenizer, asked, batch=20)
+    questions = [question for kind in lessons.KINDS for question in islice(lessons.questions(7, kind), 20)]
+    result = evaluate.score(target, draft, tokenizer, questions, batch=20)
     assert result.right / len(result.given) >= evaluate.LEAST_RIGHT, result.wrong[:5]
     assert result.agreed / result.tokens >= evaluate.LEAST_AGREEMENT

@@ -1,6 +1,7 @@
-"""Keeps docs/architecture.md true: who may import whom, who may look at the environment, and where a request goes.
+"""The rules in docs/architecture.md hold: which package may import which, which may read the environment, and that the
+functions on a request's way exist.
 
-Imports inside functions and under TYPE_CHECKING count like any other: they hide a circle, they do not remove it.
+Imports inside functions and under TYPE_CHECKING count like any other: they hide an import cycle, they don't remove it.
 """
 
 import ast
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("proto", "kernels", "shard", "router", "launcher", "demo", "simulator", "bench")
+PACKAGES = ("proto", "kernels", "shard", "router", "launcher", "demo", "simulator", "bench")
 
-# What a module in a room may import of ours, beyond its own room; a name covers what is below it.
+# What the modules of a package may import from penstock, beside their own package; a name includes its submodules.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "proto": (),
     "kernels": (),
@@ -35,8 +36,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "bench": (),
     "simulator": ("router.scheduler", "router.policies", "router.cost", "router.admission"),
 }
-# Packages that a room must not need. What the launcher imports of the shard must not bring torch in either: see below.
-FOREIGN: dict[str, tuple[str, ...]] = {
+# Libraries that a package must not import. What the launcher imports of the shard must not import torch either: see the last test.
+FORBIDDEN_LIBRARIES: dict[str, tuple[str, ...]] = {
     "router": ("torch", "transformers", "triton"),
     "launcher": ("torch", "transformers", "triton"),
     "simulator": ("torch", "transformers", "triton", "grpc", "aiohttp"),
@@ -45,24 +46,25 @@ FOREIGN: dict[str, tuple[str, ...]] = {
     "kernels": ("transformers", "grpc"),
     "shard": ("transformers", "aiohttp", "tokenizers"),
 }
-# Modules that need one all the same, in functions, for images: a process of its own (see the last test), and what encodes them.
-APART: dict[str, tuple[str, ...]] = {"router.pixels": ("transformers",), "shard.models.vision": ("transformers",)}
-# Words of the shard's bookkeeping. Kernels know tensors; a class or a parameter of theirs with such a name knows too much.
+# Modules that may import one nevertheless, in functions, for images: the router's separate image process (see the last test), and
+# the vision encoder.
+LIBRARY_EXCEPTIONS: dict[str, tuple[str, ...]] = {"router.pixels": ("transformers",), "shard.models.vision": ("transformers",)}
+# Terms of the shard's bookkeeping. Kernels only know tensors: none of their classes and parameters may have such a name.
 SEQUENCE_WORDS = ("sequence", "sequences", "group", "groups", "batch", "request", "requests", "pagepool", "pool")
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every module of the rooms by its dotted name within the package."""
+    """Every module of the packages, by its dotted name within penstock."""
     found = {}
-    for room in ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
 def imports(name: str, path: Path, known: Iterable[str]) -> Iterator[str]:
-    """Whatever `name` imports: ours by the name within the package (the deepest known module), others by their full name."""
+    """What module `name` imports: penstock's modules by name within the package (the deepest known one), others by full name."""
     known = set(known)
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -83,30 +85,34 @@ def covers(prefix: str, name: str) -> bool:
     return name == prefix or name.startswith(prefix + ".")
 
 
-def faults(root: Path) -> list[str]:
-    """Every breach of the rules in the tree under `root`, as a line each."""
+def violations(root: Path) -> list[str]:
+    """Every violation of the rules in the tree under `root`, one line each."""
     known = modules(root)
-    found = []
-    arrows: dict[str, set[str]] = {name: set() for name in known}
+    violations_found = []
+    graph: dict[str, set[str]] = {name: set() for name in known}
     for name, path in known.items():
-        room = name.split(".")[0]
+        own_package = name.split(".")[0]
         for target in imports(name, path, known):
-            other = target.split(".")[0]
-            if other not in ROOMS:
-                found += [
+            target_package = target.split(".")[0]
+            if target_package not in PACKAGES:
+                violations_found += [
                     f"{name} imports {target}"
-                    for package in FOREIGN.get(room, ())
-                    if covers(package, target) and package not in APART.get(name, ())
+                    for package in FORBIDDEN_LIBRARIES.get(own_package, ())
+                    if covers(package, target) and package not in LIBRARY_EXCEPTIONS.get(name, ())
                 ]
                 continue
-            if other != room and not any(covers(prefix, target) for prefix in ALLOWED[room]):
-                found.append(f"{name} imports {target}")
+            if target_package != own_package and not any(covers(prefix, target) for prefix in ALLOWED[own_package]):
+                violations_found.append(f"{name} imports {target}")
             if target in known and target != name:
-                arrows[name].add(target)
-        found += [f"{name} reads the environment" for _ in environment_reads(path) if room not in ("launcher", "demo")]
-        if room == "kernels":
-            found += [f"{name} knows {word}" for word in sorted(words(path)) if word.lower() in SEQUENCE_WORDS]
-    return found + [f"circle: {' > '.join(circle)}" for circle in circles(arrows)]
+                graph[name].add(target)
+        violations_found += [
+            f"{name} reads the environment" for _ in environment_reads(path) if own_package not in ("launcher", "demo")
+        ]
+        if own_package == "kernels":
+            violations_found += [
+                f"{name} knows {word}" for word in sorted(class_and_parameter_names(path)) if word.lower() in SEQUENCE_WORDS
+            ]
+    return violations_found + [f"circle: {' > '.join(cycle)}" for cycle in import_cycles(graph)]
 
 
 def environment_reads(path: Path) -> Iterator[ast.AST]:
@@ -117,22 +123,22 @@ def environment_reads(path: Path) -> Iterator[ast.AST]:
             yield from (alias for alias in node.names if alias.name in ("environ", "environb", "getenv"))
 
 
-def words(path: Path) -> set[str]:
-    """Names of its classes and of the parameters of its functions."""
+def class_and_parameter_names(path: Path) -> set[str]:
+    """The names of its classes and of its functions' parameters."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     return classes | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
-def circles(arrows: dict[str, set[str]]) -> Iterator[list[str]]:
-    """One circle for each module from which a walk comes back to it; each circle once."""
+def import_cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
+    """One import cycle for each module that can be reached from itself; each cycle once."""
     seen: set[frozenset[str]] = set()
-    for start in arrows:
+    for start in graph:
         paths = [[start]]
         visited = {start}
         while paths:
             path = paths.pop()
-            for target in sorted(arrows[path[-1]]):
+            for target in sorted(graph[path[-1]]):
                 if target == start and frozenset(path) not in seen:
                     seen.add(frozenset(path))
                     yield [*path, start]
@@ -141,12 +147,12 @@ def circles(arrows: dict[str, set[str]]) -> Iterator[list[str]]:
                     paths.append([*path, target])
 
 
-def test_the_tree_keeps_its_layers() -> None:
-    assert faults(ROOT) == []
+def test_no_module_violates_the_layer_rules() -> None:
+    assert violations(ROOT) == []
 
 
-def test_every_room_is_looked_at() -> None:
-    assert {name.split(".")[0] for name in modules(ROOT)} == set(ROOMS)
+def test_every_package_has_modules_that_are_checked() -> None:
+    assert {name.split(".")[0] for name in modules(ROOT)} == set(PACKAGES)
 
 
 @pytest.mark.parametrize(
@@ -188,15 +194,15 @@ def test_every_room_is_looked_at() -> None:
         ),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path: Path, files: dict[str, str], expected: str) -> None:
+def test_planted_violation_is_reported(tmp_path: Path, files: dict[str, str], expected: str) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert faults(tmp_path) == [expected]
+    assert violations(tmp_path) == [expected]
 
 
 def defined(path: Path) -> set[str]:
-    """Functions, classes, and methods with their class before them."""
+    """The functions, classes and Class.methods that a module defines."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
@@ -207,15 +213,15 @@ def defined(path: Path) -> set[str]:
     return found
 
 
-def test_a_request_goes_the_way_that_is_told() -> None:
+def test_functions_on_a_requests_way_in_architecture_page_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    stations = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", page)
-    assert len(stations) > 20
-    for path, names in stations:
+    steps = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", page)
+    assert len(steps) > 20
+    for path, names in steps:
         assert set(re.findall(r"`([\w.]+)`", names)) <= defined(ROOT / path), path
 
 
-def test_what_is_allowed_is_no_fault(tmp_path: Path) -> None:
+def test_allowed_imports_are_not_reported(tmp_path: Path) -> None:
     files = {
         "proto/rpc.py": "import grpc",
         "kernels/norm.py": "import torch\nfrom . import reference",
@@ -229,14 +235,14 @@ def test_what_is_allowed_is_no_fault(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert faults(tmp_path) == []
+    assert violations(tmp_path) == []
 
 
 @pytest.mark.parametrize(
     "module", ["penstock.router.__main__", "penstock.launcher.cli", "penstock.simulator.__main__", "penstock.bench.command"]
 )
-def test_it_runs_without_the_heavy_packages(module: str) -> None:
-    """The same as the rule above, at run time: whatever libraries bring in is seen here too."""
+def test_entry_point_does_not_import_torch_transformers_triton_or_scipy(module: str) -> None:
+    """The same rule at run time: also finds what libraries import indirectly."""
     code = f"import sys, {module}; print([name for name in ('torch', 'transformers', 'triton', 'scipy') if name in sys.modules])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert answer.stdout == "[]\n", answer.stderr

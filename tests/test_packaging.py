@@ -1,4 +1,4 @@
-"""What gets installed is what is in the tree."""
+"""Packaging: the wheel and the sdist contain what is in the tree, and pyproject.toml lists every package and dependency."""
 
 import email
 import importlib.metadata
@@ -19,7 +19,7 @@ NOT_INSTALLED = {"tests", "benchmarks", "build", "dist", "docs", "deploy", "shar
 
 
 def folders_with_modules() -> set[str]:
-    """The packages that the tree has, by the place of their files."""
+    """The packages in the tree, found by the folders that have Python files."""
     found = {"penstock"}
     for path in ROOT.rglob("*.py"):
         parts = path.parent.relative_to(ROOT).parts
@@ -28,38 +28,39 @@ def folders_with_modules() -> set[str]:
     return found
 
 
-def test_every_folder_is_in_the_package_list() -> None:
-    """A forgotten one works in an editable install, and is missing in the wheel."""
+def test_package_list_names_every_folder_with_modules() -> None:
+    """A missing entry works in an editable install, but its package is missing in the wheel."""
     assert set(PROJECT["tool"]["setuptools"]["packages"]) - {"penstock.kernels"} == folders_with_modules() - {"penstock.kernels"}
     assert "penstock.kernels" in PROJECT["tool"]["setuptools"]["packages"]
 
 
-def test_proto_and_kernels_are_namespace_folders() -> None:
-    """Run from the root, a regular package of these names would shadow Hugging Face's `kernels` and Google's `proto-plus`."""
+def test_proto_and_kernels_are_namespace_packages() -> None:
+    """If penstock is run from the root, regular packages of these names would shadow Hugging Face's `kernels` and Google's
+    `proto-plus`."""
     assert not (ROOT / "proto" / "__init__.py").exists()
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_every_other_package_has_its_init() -> None:
+def test_every_other_package_has_an_init_file() -> None:
     for name in set(PROJECT["tool"]["setuptools"]["packages"]) - {"penstock.proto", "penstock.kernels"}:
         assert ROOT.joinpath(*name.split(".")[1:], "__init__.py").is_file(), name
 
 
-def test_every_dependency_is_justified() -> None:
-    """One line each in docs/dependencies.md, and no line for what is not a dependency."""
+def test_dependencies_page_has_one_line_for_each_dependency() -> None:
+    """docs/dependencies.md also has no line for packages that are no dependency."""
     lines = (ROOT / "docs" / "dependencies.md").read_text().splitlines()
-    justified = {line.split("`")[1] for line in lines if line.startswith("| `")}
+    documented = {line.split("`")[1] for line in lines if line.startswith("| `")}
     extras = [item for extra in PROJECT["project"]["optional-dependencies"].values() for item in extra]
-    named = {item.partition(";")[0] for item in [*PROJECT["project"]["dependencies"], *extras]}
-    assert justified == {item.partition(">")[0].strip() for item in named}
+    declared = {item.partition(";")[0] for item in [*PROJECT["project"]["dependencies"], *extras]}
+    assert documented == {item.partition(">")[0].strip() for item in declared}
 
 
-def test_the_command_is_installed() -> None:
+def test_penstock_command_is_an_entry_point() -> None:
     [entry] = importlib.metadata.entry_points(group="console_scripts", name="penstock")
     assert entry.value == "penstock.launcher.__main__:main"
 
 
-def test_make_mends_a_half_made_environment(tmp_path: Path) -> None:
+def test_make_install_repairs_a_broken_virtual_environment(tmp_path: Path) -> None:
     """Where Python has no ensurepip, `python3 -m venv` fails and leaves a folder without pip behind."""
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
@@ -68,8 +69,8 @@ def test_make_mends_a_half_made_environment(tmp_path: Path) -> None:
     (tmp_path / ".venv/bin").mkdir(parents=True)
     broken, python = tmp_path / ".venv/bin/python", tmp_path / "python"
     broken.write_text("#!/bin/sh\nexit 1\n")
-    mended = "printf '#!/bin/sh\\ntest $2 != compileall\\n' > .venv/bin/python"
-    python.write_text(f'#!/bin/sh\necho made "$@"\nif [ $1 = -m ]; then {mended}; fi\n')
+    repair = "printf '#!/bin/sh\\ntest $2 != compileall\\n' > .venv/bin/python"
+    python.write_text(f'#!/bin/sh\necho made "$@"\nif [ $1 = -m ]; then {repair}; fi\n')
     for path in (broken, python):
         path.chmod(0o755)
     first, second = (
@@ -78,13 +79,14 @@ def test_make_mends_a_half_made_environment(tmp_path: Path) -> None:
     )
     assert "made -m venv --clear .venv" in first.stdout, first.stderr
     assert (tmp_path / ".venv/installed").exists()
-    assert "Error" not in first.stderr  # packages may bring files that can't be compiled
+    assert "Error" not in first.stderr  # packages may contain files that can't be compiled
     assert "made -m venv" not in second.stdout
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with wheel and sdist, built from a copy, without a network: setuptools is called as pip would call it."""
+    """The folder with the wheel and the sdist, built from a copy of the tree without a network: setuptools is called as pip
+    calls it."""
     pytest.importorskip("setuptools", minversion="77")
     copy = tmp_path_factory.mktemp("source")
     for path in ROOT.iterdir():
@@ -109,7 +111,7 @@ def wheel(built: Path) -> Iterator[zipfile.ZipFile]:
         yield file
 
 
-def test_the_wheel_holds_everything(wheel: zipfile.ZipFile) -> None:
+def test_wheel_contains_every_file_of_the_packages_and_no_tests(wheel: zipfile.ZipFile) -> None:
     inside = set(wheel.namelist())
     expected = {
         path
@@ -119,18 +121,18 @@ def test_the_wheel_holds_everything(wheel: zipfile.ZipFile) -> None:
     }
     missing = {str(path) for path in expected if f"penstock/{path}" not in inside}
     assert missing == set()
-    assert {name.split("/")[0].partition("-")[0] for name in inside} == {"penstock"}  # nothing beside our own package
+    assert {name.split("/")[0].partition("-")[0] for name in inside} == {"penstock"}  # no other top-level package
     assert not any(name.startswith("penstock/tests/") for name in inside)
 
 
-def test_the_wheel_says_what_it_is(wheel: zipfile.ZipFile) -> None:
+def test_wheel_metadata_has_the_license(wheel: zipfile.ZipFile) -> None:
     [metadata] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     values = email.message_from_bytes(wheel.read(metadata))
     assert values["License-Expression"] == "Apache-2.0"
     assert any(name.endswith("licenses/LICENSE") for name in wheel.namelist())
 
 
-def test_the_source_distribution_can_be_worked_with(built: Path) -> None:
+def test_sdist_contains_what_building_and_testing_needs(built: Path) -> None:
     [path] = built.glob("*.tar.gz")
     with tarfile.open(path) as file:
         inside = {name.partition("/")[2] for name in file.getnames()}

@@ -1,6 +1,7 @@
-"""Processes that are killed or stopped under load: every answer is the one that it would have been.
+"""Processes that are killed or stopped under load: every answer is the same as without the fault.
 
-Real processes and a trained model. Who is to blame, and what becomes of the queue meanwhile: tests/router/test_recovery.py.
+Real processes and a trained model. Which request is suspected, and what happens to the queue meanwhile:
+tests/router/test_recovery.py.
 """
 
 import asyncio
@@ -14,9 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from penstock.tests.inprocess import LIGHT
+from penstock.tests.inprocess import SMALL_MODEL
 from penstock.tests.serving import Server, serve
-from penstock.tests.test_server import idle, metrics, post, talk, until
+from penstock.tests.test_server import is_idle, metrics, post, until_metrics, with_session
 
 Json = dict[str, Any]
 
@@ -28,15 +29,15 @@ RECORD = {
 }
 LENGTH = 80  # tokens
 FLAGS = ("--page-size", "4", "--kv-pages", "4096", "--max-batch-prefill-tokens", "32", "--step-timeout", "1.5")
-DEADLY = 77  # max_tokens of a request that kills the shard, see POISON
-# Read by every Python process that has it on its path: the shard dies in each step of the deadly request.
-POISON = f"""
+POISON_MAX_TOKENS = 77  # max_tokens of a request that kills the shard, see SITECUSTOMIZE
+# sitecustomize.py, which every Python process imports that has it on its path: the shard dies in each step of the poison request.
+SITECUSTOMIZE = f"""
 import os, signal, sys
 if "penstock.shard" in sys.orig_argv:
     from penstock.shard.engine import Engine
     def deadly(method):
         def run(self, *arguments):
-            if any(group.max_new_tokens == {DEADLY} for group in self.books.groups.values()):
+            if any(group.max_new_tokens == {POISON_MAX_TOKENS} for group in self.books.groups.values()):
                 os.kill(os.getpid(), signal.SIGKILL)
             return method(self, *arguments)
         return run
@@ -45,31 +46,34 @@ if "penstock.shard" in sys.orig_argv:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It can be poisoned."""
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One rank. A request with max_tokens POISON_MAX_TOKENS kills its shard."""
     folder = tmp_path_factory.mktemp("poison")
-    (folder / "sitecustomize.py").write_text(POISON)
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
-        with serve(str(LIGHT), *FLAGS, "--max-restarts", "9") as server:
+        with serve(str(SMALL_MODEL), *FLAGS, "--max-restarts", "9") as server:
             yield server
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Server]:
-    """Its ranks leave steps under way, as they do on GPUs."""
-    with serve(str(LIGHT), "--num-shard", "2", "--overlap", "on", *FLAGS) as server:
+def two_ranks() -> Iterator[Server]:
+    """Two ranks, with overlapping steps as on GPUs."""
+    with serve(str(SMALL_MODEL), "--num-shard", "2", "--overlap", "on", *FLAGS) as server:
         yield server
 
 
 def requests() -> list[tuple[str, Json]]:
-    """One of each kind, and a crowd."""
-    endless = {"max_tokens": LENGTH, "ignore_eos": True, "stream": True}
-    asked: list[tuple[str, Json]] = [
-        ("/v1/completions", {"prompt": "Once upon a time", "temperature": 0, **endless}),
-        ("/v1/completions", {"prompt": "Tell me a story of a dog. " * 8, "temperature": 0.9, "seed": 1, "top_p": 0.9, **endless}),
-        ("/v1/completions", {"prompt": "There was", "n": 2, "temperature": 1.0, "seed": 2, "presence_penalty": 0.5, **endless}),
-        ("/v1/completions", {"prompt": "Once there was a", "num_beams": 3, "n": 2, **endless}),
+    """One request of each kind, and nine simple ones."""
+    full_length = {"max_tokens": LENGTH, "ignore_eos": True, "stream": True}
+    bodies: list[tuple[str, Json]] = [
+        ("/v1/completions", {"prompt": "Once upon a time", "temperature": 0, **full_length}),
+        (
+            "/v1/completions",
+            {"prompt": "Tell me a story of a dog. " * 8, "temperature": 0.9, "seed": 1, "top_p": 0.9, **full_length},
+        ),
+        ("/v1/completions", {"prompt": "There was", "n": 2, "temperature": 1.0, "seed": 2, "presence_penalty": 0.5, **full_length}),
+        ("/v1/completions", {"prompt": "Once there was a", "num_beams": 3, "n": 2, **full_length}),
         ("/generate_stream", {"inputs": "The end is", "parameters": {"max_new_tokens": LENGTH, "stop": ["ear"], "seed": 3}}),
         (
             "/v1/chat/completions",
@@ -83,16 +87,16 @@ def requests() -> list[tuple[str, Json]]:
             },
         ),
     ]
-    crowd = [{"prompt": f"Number {number}", "temperature": number % 2, "seed": number, **endless} for number in range(9)]
-    return asked + [("/v1/completions", body) for body in crowd]
+    simple = [{"prompt": f"Number {number}", "temperature": number % 2, "seed": number, **full_length} for number in range(9)]
+    return bodies + [("/v1/completions", body) for body in simple]
 
 
-async def told(session: aiohttp.ClientSession, path: str, body: Json) -> dict[int, str]:
-    """The text of each choice, and why it ended. Errors are failures."""
+async def answer_texts(session: aiohttp.ClientSession, path: str, body: Json) -> dict[int, str]:
+    """The text of each choice, followed by its finish reason. Fails on errors."""
     texts: dict[int, str] = {}
     async with session.post(path, json=body) as response:
         assert response.status == 200, await response.text()
-        lines = (await response.text()).splitlines()  # with a comment now and then, if a recovery takes long
+        lines = (await response.text()).splitlines()  # with comment lines in between, if recovery takes long
         for data in [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]:
             event = {"choices": []} if data == "[DONE]" else json.loads(data)
             assert "error" not in event, event
@@ -110,7 +114,7 @@ async def status(session: aiohttp.ClientSession, path: str) -> int:
 
 
 async def until_ready(session: aiohttp.ClientSession, ready: bool = True, seconds: float = 20) -> None:
-    """Returns when the probe says so; a connection that is refused says no."""
+    """Returns when /health/ready is 200, or not if `ready` is False; a refused connection counts as not ready."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -123,113 +127,113 @@ async def until_ready(session: aiohttp.ClientSession, ready: bool = True, second
         await asyncio.sleep(0.01)
 
 
-async def generated(session: aiohttp.ClientSession, count: int) -> None:
-    """Returns after so many more tokens."""
+async def until_generated(session: aiohttp.ClientSession, count: int) -> None:
+    """Returns when `count` more tokens have been generated."""
     name = "penstock_generated_tokens_total"
     goal = (await metrics(session))[name] + count
-    await until(session, lambda seen: seen[name] >= goal, 20)
+    await until_metrics(session, lambda values: values[name] >= goal, 20)
 
 
-@pytest.mark.parametrize(("name", "last", "crowd"), [("one", 0, None), ("two", 1, 3)])
-def test_streams_go_on_where_they_were_when_a_shard_is_killed_or_stopped(
-    name: str, last: int, crowd: int | None, request: pytest.FixtureRequest
+@pytest.mark.parametrize(("name", "rank", "most_requests"), [("one_rank", 0, None), ("two_ranks", 1, 3)])
+def test_streams_continue_with_the_same_tokens_after_a_shard_is_killed_or_stopped(
+    name: str, rank: int, most_requests: int | None, request: pytest.FixtureRequest
 ) -> None:
     server: Server = request.getfixturevalue(name)
-    asked = requests()[:crowd]
+    bodies = requests()[:most_requests]
 
     async def answers(session: aiohttp.ClientSession) -> list[dict[int, str]]:
-        return list(await asyncio.gather(*(told(session, path, body) for path, body in asked)))
+        return list(await asyncio.gather(*(answer_texts(session, path, body) for path, body in bodies)))
 
     async def work(session: aiohttp.ClientSession) -> None:
         expected = await answers(session)
         assert len(expected[2]) == 2
         for restarts, number in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
             again = asyncio.create_task(answers(session))
-            await generated(session, 10 * len(asked) * restarts)
-            os.kill(server.child(f'"rank":{last},'), number)
+            await until_generated(session, 10 * len(bodies) * restarts)
+            os.kill(server.child(f'"rank":{rank},'), number)
             await until_ready(session, ready=False)
             assert (await status(session, "/health"), await status(session, "/health/live")) == (200, 200)
-            waiting = asyncio.create_task(told(session, *asked[0]))
+            waiting = asyncio.create_task(answer_texts(session, *bodies[0]))
             assert await again == expected
             assert await waiting == expected[0]
-            seen = await metrics(session)
-            assert seen["penstock_restarts_total"] == restarts
-            assert seen["penstock_replayed_requests_total"] > 2
-            await until(session, idle, 2)
-        assert seen["penstock_recovery_seconds_count"] == 2
-        assert seen["penstock_restored_tokens_total"] > 100
+            values = await metrics(session)
+            assert values["penstock_restarts_total"] == restarts
+            assert values["penstock_replayed_requests_total"] > 2
+            await until_metrics(session, is_idle, 2)
+        assert values["penstock_recovery_seconds_count"] == 2
+        assert values["penstock_restored_tokens_total"] > 100
 
-    talk(server, work)
-    assert f"penstock: shard {last} was killed by SIGKILL" in server.log
+    with_session(server, work)
+    assert f"penstock: shard {rank} was killed by SIGKILL" in server.log
     assert "penstock: the router has lost the shards: shard rank 0 has not answered for" in server.log
     assert server.log.count("penstock: ready again after") == 2
     assert "ERROR router" not in server.log
 
 
-def test_a_killed_router_comes_back_to_its_shards(one: Server) -> None:
+def test_killed_router_is_restarted_and_reconnects_to_the_same_shards(one_rank: Server) -> None:
     async def work(session: aiohttp.ClientSession) -> None:
-        expected = await told(session, *requests()[0])
-        shard, router = one.child("penstock.shard"), one.child("router.json")
-        cut = [asyncio.create_task(told(session, path, body)) for path, body in requests()]
-        await until(session, lambda seen: seen["penstock_running"] > 5, 10)
+        expected = await answer_texts(session, *requests()[0])
+        shard, router = one_rank.child("penstock.shard"), one_rank.child("router.json")
+        broken = [asyncio.create_task(answer_texts(session, path, body)) for path, body in requests()]
+        await until_metrics(session, lambda values: values["penstock_running"] > 5, 10)
         os.kill(router, signal.SIGKILL)
         began = time.monotonic()
-        for failure in await asyncio.gather(*cut, return_exceptions=True):
+        for failure in await asyncio.gather(*broken, return_exceptions=True):
             assert isinstance(failure, aiohttp.ClientError)
         await until_ready(session)
         assert time.monotonic() - began < 10
-        assert one.child("penstock.shard") == shard
-        assert one.child("router.json") != router
-        await until(session, idle, 5)
-        assert await told(session, *requests()[0]) == expected
+        assert one_rank.child("penstock.shard") == shard
+        assert one_rank.child("router.json") != router
+        await until_metrics(session, is_idle, 5)
+        assert await answer_texts(session, *requests()[0]) == expected
 
-    talk(one, work)
+    with_session(one_rank, work)
 
 
-def test_a_request_that_kills_the_shard_whenever_it_runs_fails_alone(one: Server) -> None:
+def test_request_that_kills_the_shard_each_time_fails_alone(one_rank: Server) -> None:
     others = requests()[-2:]
-    deadly = {"prompt": "x", "max_tokens": DEADLY, "ignore_eos": True}
+    deadly = {"prompt": "x", "max_tokens": POISON_MAX_TOKENS, "ignore_eos": True}
 
     async def work(session: aiohttp.ClientSession) -> None:
-        expected = [await told(session, path, body) for path, body in others]
+        expected = [await answer_texts(session, path, body) for path, body in others]
         before = (await metrics(session))["penstock_restarts_total"]
         failing = asyncio.create_task(post(session, "/v1/completions", deadly))
         await until_ready(session, ready=False)
-        found = asyncio.gather(*(told(session, path, body) for path, body in others))
+        found = asyncio.gather(*(answer_texts(session, path, body) for path, body in others))
         with pytest.raises(AssertionError, match="again and again"):
             await failing
         assert await found == expected
         restarts = (await metrics(session))["penstock_restarts_total"] - before
-        assert 2 <= restarts <= 3  # before and after others were suspected with it
-        await until(session, idle, 2)
+        assert 2 <= restarts <= 3  # 3 if others ran with it at the second death, and so were suspected too
+        await until_metrics(session, is_idle, 2)
 
-    talk(one, work)
+    with_session(one_rank, work)
 
 
-def test_a_signal_in_the_middle_of_a_recovery_ends_everything(one: Server) -> None:
+def test_sigterm_during_recovery_ends_all_processes(one_rank: Server) -> None:
     async def work(session: aiohttp.ClientSession) -> None:
-        endless = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
-        running = asyncio.create_task(post(session, "/v1/completions", endless))
-        await until(session, lambda seen: seen["penstock_running"] > 0, 10)
-        os.kill(one.child("penstock.shard"), signal.SIGKILL)
+        body = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
+        running = asyncio.create_task(post(session, "/v1/completions", body))
+        await until_metrics(session, lambda values: values["penstock_running"] > 0, 10)
+        os.kill(one_rank.child("penstock.shard"), signal.SIGKILL)
         await until_ready(session, ready=False)
-        one.process.send_signal(signal.SIGTERM)
+        one_rank.process.send_signal(signal.SIGTERM)
         with pytest.raises(AssertionError, match="shuts down"):
             await running
 
-    talk(one, work)
-    one.check_end(0)
+    with_session(one_rank, work)
+    one_rank.check_end(0)
 
 
-def test_after_sigkill_of_the_launcher_no_process_that_was_started_again_lives(two: Server) -> None:
+def test_sigkilled_launcher_leaves_no_restarted_process(two_ranks: Server) -> None:
     async def work(session: aiohttp.ClientSession) -> None:
-        os.kill(two.child('"rank":0'), signal.SIGKILL)
+        os.kill(two_ranks.child('"rank":0'), signal.SIGKILL)
         await until_ready(session, ready=False)
-        os.kill(two.child("router.json"), signal.SIGKILL)
-        while len(two.children()) < 3:  # noqa: ASYNC110
+        os.kill(two_ranks.child("router.json"), signal.SIGKILL)
+        while len(two_ranks.children()) < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    talk(two, work)
-    two.process.kill()
-    two.process.wait()
-    two.wait_until_alone(5)
+    with_session(two_ranks, work)
+    two_ranks.process.kill()
+    two_ranks.process.wait()
+    two_ranks.wait_until_no_children(5)

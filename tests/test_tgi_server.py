@@ -1,4 +1,6 @@
-"""A deployment of TGI that has changed its image: TGI's executable, its environment, its routes, all of it real."""
+"""A deployment of TGI that has switched its image to penstock: TGI's executable, environment variables and routes, with a real
+server.
+"""
 
 import http.client
 import importlib.metadata
@@ -22,7 +24,7 @@ ENVIRONMENT = {
     "USAGE_STATS": "off",
 }
 PROMPT = "Once upon a time"
-LONG = 1300  # tokens: TGI computes 1024 at a time
+LONG = 1300  # tokens: more than the 1024 that TGI computes at a time
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story."}]}
 
 
@@ -38,43 +40,43 @@ def post(url: str, path: str, body: object) -> Any:
         return json.load(answer)
 
 
-def endless(url: str) -> dict[str, Any]:
-    """Parameters under which the demo model never ends by itself."""
+def no_end_bias(url: str) -> dict[str, Any]:
+    """Parameters that forbid the demo model's end tokens."""
     ends = [
         token["id"] for text in ("<|end|>", "</s>") for token in post(url, "/tokenize", {"inputs": text}) if token["text"] == text
     ]
     return {"logit_bias": {str(id): -100.0 for id in ends}}
 
 
-def test_the_executable_is_installed() -> None:
+def test_text_generation_launcher_is_an_entry_point() -> None:
     [entry] = importlib.metadata.entry_points(group="console_scripts", name="text-generation-launcher")
     assert entry.value == "penstock.launcher.tgi:main"
 
 
-def test_an_answer_is_as_long_as_was_asked(url: str) -> None:
-    parameters = {"max_new_tokens": LONG, "details": True, **endless(url)}
+def test_answer_has_exactly_max_new_tokens_tokens(url: str) -> None:
+    parameters = {"max_new_tokens": LONG, "details": True, **no_end_bias(url)}
     details = post(url, "/generate", {"inputs": PROMPT, "parameters": parameters})["details"]
     assert (details["generated_tokens"], details["finish_reason"]) == (LONG, "length")
     assert len(details["tokens"]) == LONG
 
 
-def test_a_seed_says_all(url: str) -> None:
-    """Alone, streamed, and among others that come and go."""
+def test_seeded_answer_is_the_same_alone_and_among_concurrent_requests(url: str) -> None:
+    """The others are unseeded, and of different lengths."""
     parameters = {"max_new_tokens": 60, "do_sample": True, "seed": 7, "temperature": 1.2, "details": True}
     body = {"inputs": PROMPT, "parameters": parameters}
     alone = post(url, "/generate", body)
-    going = {"do_sample": True, **endless(url)}  # others that nobody seeds might say nothing
+    unseeded = {"do_sample": True, **no_end_bias(url)}  # unseeded requests might otherwise end at once
     with ThreadPoolExecutor(12) as pool:
-        others = [{"inputs": PROMPT[:size], "parameters": {"max_new_tokens": 5 * size, **going}} for size in range(1, 12)]
-        busy = [pool.submit(post, url, "/generate", other) for other in others]
-        among = post(url, "/generate", body)
-        assert all(task.result()["generated_text"] for task in busy)
-    assert among["generated_text"] == alone["generated_text"]
-    assert [token["id"] for token in among["details"]["tokens"]] == [token["id"] for token in alone["details"]["tokens"]]
+        others = [{"inputs": PROMPT[:size], "parameters": {"max_new_tokens": 5 * size, **unseeded}} for size in range(1, 12)]
+        running = [pool.submit(post, url, "/generate", other) for other in others]
+        batched = post(url, "/generate", body)
+        assert all(task.result()["generated_text"] for task in running)
+    assert batched["generated_text"] == alone["generated_text"]
+    assert [token["id"] for token in batched["details"]["tokens"]] == [token["id"] for token in alone["details"]["tokens"]]
     assert alone["details"]["seed"] == 7
 
 
-def test_the_clouds_routes(url: str) -> None:
+def test_invocations_vertex_and_chat_tokenize_answer_as_the_other_routes(url: str) -> None:
     parameters = {"max_new_tokens": 6}
     [whole] = post(url, "/invocations", {"inputs": PROMPT, "parameters": parameters})
     text = post(url, "/generate", {"inputs": PROMPT, "parameters": parameters})["generated_text"]
@@ -89,7 +91,7 @@ def test_the_clouds_routes(url: str) -> None:
     assert post(url, "/detokenize", {"tokens": ids})["prompt"] == tokens["templated_text"]
 
 
-def test_dashboards_find_their_numbers(url: str) -> None:
+def test_tgi_metrics_are_exported(url: str) -> None:
     post(url, "/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 3}})
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         lines = [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
@@ -103,8 +105,8 @@ def test_dashboards_find_their_numbers(url: str) -> None:
     assert values["tgi_queue_size"] == 0
 
 
-def test_ten_megabytes_get_an_answer_at_once(url: str) -> None:
-    """A plain client sends all of it before it reads."""
+def test_body_of_ten_megabytes_is_refused_with_413_at_once(url: str) -> None:
+    """A simple client sends the whole body before it reads the response."""
     host = url.removeprefix("http://")
     for data in (json.dumps({"inputs": "x" * 10_000_000}).encode(), b"[" * 10_000_000):
         connection = http.client.HTTPConnection(host, timeout=10)
@@ -112,6 +114,6 @@ def test_ten_megabytes_get_an_answer_at_once(url: str) -> None:
         connection.request("POST", "/generate", data)
         answer = connection.getresponse()
         assert (answer.status, json.load(answer)["error_type"]) == (413, "payload_too_large")
-        assert time.monotonic() - began < 9  # not after a wait for anything
+        assert time.monotonic() - began < 9  # without waiting for a timeout
         connection.close()
     assert post(url, "/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 2}})["generated_text"]

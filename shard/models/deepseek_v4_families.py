@@ -35,6 +35,8 @@ SPARSE, HEAVY = COMPRESSED
 RATES = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
 RATIOS = {0: SLIDING, 4: SPARSE, 128: HEAVY}  # how `compress_ratios` names them
 LARGEST_RATE = 1 << 16
+FP4_EXPERTS = Quantization(method="fp8", kind="fp4", group=32)
+NVFP4_EXPERTS = Quantization(method="modelopt", kind="nvfp4", group=16)
 MAIN, COMPRESS = "main", "compress"  # rotary embeddings: of layers with a window alone, and of others
 HASHED = "hash_moe"
 SCORES = ("sqrtsoftplus", "sigmoid")
@@ -89,7 +91,7 @@ def _deepseek_v4(config: Config) -> Shape:
         ),
         mixtures=_mixtures(given, base, limit),
         original=True,
-        quantization=_experts_beside(base.quantization, _experts_bits(given, base.quantization)),
+        quantization=_experts_beside(base.quantization, given),
     )
 
 
@@ -200,19 +202,30 @@ def _mixtures(given: Config, base: Shape, limit: float) -> tuple[Mixture, ...]:
 
 
 def _experts_bits(given: Config, beside: Quantization | None) -> Quantization | None:
-    """The experts' quantization, where it differs from that of other weights; config.json may have the field within its
-    quantization_config."""
-    inner = given.get("quantization_config")
-    named = inner.get("expert_dtype") if isinstance(inner, dict) else None
-    named = given.get("expert_dtype") if named is None else named
-    if beside is None or named in (None, "fp8"):
+    """The experts' quantization, where it differs from that of other weights. NVIDIA's checkpoints have a field of their own."""
+    named, theirs = _said_of_experts(given, "expert_dtype"), _said_of_experts(given, "moe_quant_algo")
+    if beside is None or (theirs is None and named in (None, "fp8")):
         return None
-    if named != "fp4" or beside.method != "fp8":
-        raise Unsupported(f"expert_dtype {shown(named)} is not supported beside {beside.method}: the decoder has fp4 beside fp8")
-    return Quantization(method="fp8", kind="fp4", group=32)
+    if theirs not in (None, "NVFP4") or named not in (None, "fp4", "fp8") or beside.method != "fp8":
+        name, value = ("expert_dtype", named) if theirs in (None, "NVFP4") else ("moe_quant_algo", theirs)
+        raise Unsupported(
+            f"{name} {shown(value)} is not supported beside {beside.method}: the decoder has fp4 and NVFP4 beside fp8"
+        )
+    return NVFP4_EXPERTS if theirs else FP4_EXPERTS
 
 
-def _experts_beside(how: Quantization | None, experts: Quantization | None) -> Quantization | None:
+def _said_of_experts(given: Config, name: str) -> Any:
+    """What config.json says, which may have the field within its quantization_config; None: nothing."""
+    inner = given.get("quantization_config")
+    named = inner.get(name) if isinstance(inner, dict) else None
+    return given.get(name) if named is None else named
+
+
+def _experts_beside(how: Quantization | None, given: Config) -> Quantization | None:
+    """The quantization with that of experts. The first config.json of V4 Flash does not say theirs: then it is seen in the
+    checkpoint, and the plan counts with more bits."""
+    unsaid = how is not None and how.method == "fp8" and _said_of_experts(given, "expert_dtype") is None
+    experts = _experts_bits(given, how) or (FP4_EXPERTS if unsaid else None)
     return replace(how, others=(experts,)) if how and experts else how
 
 

@@ -8,7 +8,22 @@ from typing import Any
 
 from .deepseek_v4_families import DEEPSEEK_V4_ONES
 from .dense_families import DENSE
-from .fields import AGAIN, BLOCKS, CHUNKED, COMPRESSED, FULL, INDEXED, LINEAR, SHORT, SLIDING, Config, check, renamed, types_of
+from .fields import (
+    AGAIN,
+    BLOCKS,
+    CHUNKED,
+    COMPRESSED,
+    FULL,
+    INDEXED,
+    LINEAR,
+    PUBLISHED,
+    SHORT,
+    SLIDING,
+    Config,
+    check,
+    renamed,
+    types_of,
+)
 from .gemma3n_families import GEMMA3N
 from .gemma4_families import GEMMA4
 from .hybrid_families import HYBRID
@@ -41,7 +56,8 @@ def shape(config: Config) -> Shape:
     names = config.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise Unsupported(f"config.json says architectures {names!r}, a list of names is needed: download the model again")
-    for name in map(str, names):
+    config = config | {"architectures": [PUBLISHED.get(name, name) for name in names]}
+    for name in config["architectures"]:
         if name in FAMILIES or name in IMAGES:
             try:
                 own = renamed(text_of(config, name) if name in IMAGES else today(config) if name in OLDER else config)

@@ -111,6 +111,9 @@ LEAST_OF = {  # the same, by model_type
     "granitemoehybrid": {"num_local_experts": 0, "num_experts_per_tok": 0},
     "granitemoeshared": {"shared_intermediate_size": 0},
     "granitemoe_swa": {"shared_intermediate_size": 0},
+    # Fields of other models with experts, which these have not: MiniMax M2's own config.json and Qwen 3 Coder's say 0.
+    "minimax_m2": {"shared_intermediate_size": 0},
+    "qwen3_moe": {"shared_expert_intermediate_size": 0},
 }
 # Integer fields that may be null, which means that there is none.
 MAY_BE_NULL = (
@@ -120,11 +123,15 @@ MAY_BE_NULL = (
 )
 NULL_OF = {  # the same, by model_type: no experts, or the default number of features
     "cohere2_moe": ("prefix_dense_intermediate_size",),
-    "gemma4_text": ("num_experts", "moe_intermediate_size"),
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), ("num_experts", "moe_intermediate_size")),
+    "hunyuan_v1_moe": ("moe_intermediate_size",),
     "minicpm3": ("v_head_dim",),
     "olmo_hybrid": ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
 }
-LISTS_OF = {"gemma3n_text": ("intermediate_size",)}  # fields that may be a list, with a number for each layer, by model_type
+LISTS_OF = {  # fields that may be a list, with a number for each layer, by model_type
+    "gemma3n_text": ("intermediate_size",),
+    "hunyuan_v1_moe": ("moe_intermediate_size",),
+}
 AGAIN = "is it the model's own? Download it again"
 ELSE = "take a draft model that was made for this one, or a small model of the same family"
 # Values of `layer_types`.
@@ -190,6 +197,12 @@ MODEL_TYPES = {
     "SolarOpenForCausalLM": "solar_open",
 }
 
+# Architectures as checkpoints name them that were published before transformers had a class, and its name for them.
+PUBLISHED = {
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
 ALIASES = {"kimi_k2": "deepseek_v3", "youtu_llm": "youtu", "AXK1": "axk1"}  # of model_type
 
 

@@ -71,6 +71,7 @@ OLMO_HYBRID: Config = {"max_position_embeddings": 65_536, "linear_conv_kernel_di
 # transformers' names of norms, and the hub's, which transformers also writes, even for layers with attention.
 OLMO_HYBRID_NAMES = (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm"))
 # Fields that Qwen 3.5's config.json may have and transformers does not read.
+ENDLESS = 1e300  # from this number on there is no limit
 ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}
 
 
@@ -223,11 +224,11 @@ def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linea
 
 
 def limits(given: Any) -> tuple[float, float]:
-    """The limits of time steps; null: none. transformers 5 writes infinity as an object."""
+    """The limits of time steps; null: none. transformers 5 writes infinity as an object, and Nemotron 3 Ultra has 1e308."""
     ends = [0.0, inf] if given is None else given
     if isinstance(ends, list) and len(ends) == 2:
         least, most = (end.get("__float__") if isinstance(end, dict) else end for end in ends)
-        endless = most in (inf, "Infinity")
+        endless = most == "Infinity" or (isinstance(most, float) and most >= ENDLESS)
         if least == 0 and endless:
             return 0.0, inf
         name = "time_step_limit"

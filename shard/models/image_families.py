@@ -45,7 +45,8 @@ GLM_4V: Config = {"max_position_embeddings": 32_768, "rms_norm_eps": 1e-5, "part
 GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
 GLM_OCR: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 PADDLE: Config = {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5, "max_position_embeddings": 131_072}
-BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "image_token_id")  # fields beside text_config that concern the text
+# Fields beside text_config that concern the text.
+BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "quantization", "image_token_id")
 BESIDE_COUNTS = (  # in which the first of these fields counts, not that of text_config
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),

@@ -307,6 +307,8 @@ def _dbrx(config: Config) -> Shape:
             "add up to 1, and null"
         )
     layout = Layout(roots=("transformer.",), layers="blocks", names=DBRX_NAMES, joint=True)
+    if not isinstance(activation, dict):
+        raise Unsupported(f"config.json says ffn_act_fn {shown(activation)}, an object with a name is needed: {AGAIN}")
     base = _base(given | {"hidden_act": activation.get("name")}, ("silu",), layout)
     if base.rope.theta != config.get("rope_theta", base.rope.theta):
         raise Unsupported(

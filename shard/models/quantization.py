@@ -23,6 +23,7 @@ MODELOPT = ("modelopt", "modelopt_fp4")
 # Those with NVFP4 differ only in the quantization of activations.
 ALGORITHMS = {"FP8": ("fp8", 0)} | dict.fromkeys(("NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), ("nvfp4", 16))
 MIXED = "MIXED_PRECISION"
+MLX_FIELDS = ("bits", "group_size", "mode")
 MANY = 1 << 14  # inputs of a matrix by which formats are compared
 # Files beside config.json that have the quantization where it has none, and the method that they imply.
 FILES = {"hf_quant_config.json": "modelopt", "quant_config.json": "awq"}
@@ -53,11 +54,13 @@ def quantization(config: Config) -> Quantization | None:
     """The quantization that `quantization_config` describes; None: there is none. Raises Unsupported for formats that are not
     supported."""
     found = config.get("quantization_config")
+    if any(_of_mlx(config.get(name)) for name in ("quantization_config", "quantization")):
+        raise Unsupported(f"quantized checkpoints of MLX are not supported: {REMEDY}")
     if not found:
         return None
     if not isinstance(found, dict):
         raise Unsupported(f"config.json says quantization_config {shown(found)}, an object is needed: {REMEDY}")
-    method = found.get("quant_method")
+    method = found.get("quant_method", _made_by(found))
     if method == "gptq":
         return _gptq(found)
     if method == "awq":
@@ -70,6 +73,17 @@ def quantization(config: Config) -> Quantization | None:
     if method in MODELOPT:
         return _modelopt(found)
     raise Unsupported(f"quantized checkpoints of quant_method {shown(method)} are not supported: {REMEDY}")
+
+
+def _of_mlx(found: Any) -> bool:
+    """Whether it describes a checkpoint of MLX, which names no method, and may name modules."""
+    return isinstance(found, dict) and "bits" in found and all(name in MLX_FIELDS or "." in name for name in found)
+
+
+def _made_by(found: Config) -> str | None:
+    """The method of a tool that names itself instead, as ModelOpt does up to 0.31."""
+    producer = found.get("producer")
+    return "modelopt" if isinstance(producer, dict) and producer.get("name") == "modelopt" else None
 
 
 def _gptq(found: Config) -> Quantization:

@@ -119,7 +119,8 @@ def _mixtral(config: Config) -> Shape:
 
 def _qwen3_moe(config: Config) -> Shape:
     """Qwen 3 MoE: experts in every layer, or in some. All layers have a sliding window, if any."""
-    base = qwen3({"num_key_value_heads": 4} | config | {"max_window_layers": 0})
+    size = config["hidden_size"] // config["num_attention_heads"]  # of a head, which need not be said, unlike in Qwen 3
+    base = qwen3({"num_key_value_heads": 4, "head_dim": size} | config | {"max_window_layers": 0})
     experts: int = config.get("num_experts") or config.get("num_local_experts", 128)
     mixture = Mixture(
         experts=experts,
@@ -284,6 +285,10 @@ def _hunyuan_moe(config: Config) -> Shape:
         raise Unsupported(
             f"config.json says moe_topk {shown(config.get('moe_topk'))}, a number above 0 is needed, or one for each layer: {AGAIN}"
         )
+    for name, only in (("moe_intermediate_size", base.intermediate), ("num_shared_expert", 1)):
+        said = config.get(name)
+        if said is not None and any(value != only for value in (said if isinstance(said, list) else [said])):
+            raise Unsupported(f"{name} {shown(said)} is not supported: for this family the decoder has {only} in each layer")
     mixture = Mixture(
         experts=config.get("num_experts", 1),
         chosen=1,

@@ -1,4 +1,6 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter. That is decided when a kernel is defined, so before any import."""
+"""Without a GPU the Triton kernels run in Triton's interpreter. This must be set before kernels are defined, so before any
+import.
+"""
 
 import os
 

@@ -1,4 +1,6 @@
-"""The GPU's benchmark runs without one, in the interpreter and on tiny shapes; and what it says of its numbers is right."""
+"""The GPU benchmark without a GPU, in Triton's interpreter and on tiny shapes; and its verdicts, reports, timing and time
+limits.
+"""
 
 import json
 import math
@@ -35,7 +37,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured itself")
-def test_correctness_from_the_command_line(tmp_path: Path) -> None:
+def test_correctness_section_passes_from_the_command_line(tmp_path: Path) -> None:
     numbers, tables = tmp_path / "numbers.json", tmp_path / "tables.md"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--only", "correctness"]
     command += ["--json", str(numbers), "--markdown", str(tables)]
@@ -47,38 +49,38 @@ def test_correctness_from_the_command_line(tmp_path: Path) -> None:
     assert "### correctness" in tables.read_text()
 
 
-def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_is_reported_as_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[Line] = []
     bench = gpu_measure.Bench(torch.device("cpu"), True, lines.append)
     norms = {"norms": partial(gpu_checks_layers.elementwise, dtype=torch.float32), "broken": lambda b, c: 1 / 0}
     monkeypatch.setattr(gpu_checks, "checks", lambda b: norms)
     gpu_checks.measure(bench, 1)
-    honest = operations.rms_norm
-    monkeypatch.setattr(operations, "rms_norm", lambda x, weight, epsilon: honest(x, weight, 2 * epsilon + 0.01))
+    correct = operations.rms_norm
+    monkeypatch.setattr(operations, "rms_norm", lambda x, weight, epsilon: correct(x, weight, 2 * epsilon + 0.01))
     gpu_checks.measure(bench, 1)
     assert [line.verdict for line in lines] == ["met", "not measured", "WRONG", "not measured"]
     assert gpu_report.sum_up(lines) == 1
     assert "ZeroDivisionError" in lines[1].note
 
 
-def test_a_check_that_does_not_come_back_hides_no_other() -> None:
-    class Found:
+def test_hanging_check_is_reported_and_the_others_continue() -> None:
+    class Results:
         def next(self, timeout: float) -> Line:
             assert 1 <= timeout <= gpu_checks.PATIENCE
-            if not coming:
+            if not finished:
                 raise multiprocessing.TimeoutError
-            return Line(section="", what=coming.pop(), ratio=0.1, goal=1.0, most=True, check=True)
+            return Line(section="", what=finished.pop(), ratio=0.1, goal=1.0, most=True, check=True)
 
     lines: list[Line] = []
-    coming = ["c", "b"]
-    gpu_checks.gather(gpu_measure.Bench(torch.device("cpu"), True, lines.append, 0.0), Found(), ["a", "b", "c", "d"])
+    finished = ["c", "b"]
+    gpu_checks.gather(gpu_measure.Bench(torch.device("cpu"), True, lines.append, 0.0), Results(), ["a", "b", "c", "d"])
     assert [(line.what, line.verdict) for line in lines] == [
         ("b", "met"), ("c", "met"), ("a", "not measured"), ("d", "not measured")
     ]  # fmt: skip
     assert gpu_report.wrong(lines) == lines[2:]
 
 
-def test_no_section_takes_more_than_what_is_left_of_the_run() -> None:
+def test_no_section_gets_more_than_the_remaining_time() -> None:
     names = [*gpu.UNASKED]
     assert gpu.times(names, 570) == (pytest.approx(570 * gpu.SHARES["ceilings"]), pytest.approx(570 * gpu.SHARES["ceilings"] + 60))
     assert gpu.times(["server"], 200) == (200, 215)
@@ -87,19 +89,19 @@ def test_no_section_takes_more_than_what_is_left_of_the_run() -> None:
             seconds, patience = gpu.times(names[i:], remaining)
             assert 0 <= seconds <= max(0, remaining)
             assert patience <= remaining + gpu.SLACK
-    assert gpu.times(names, 4)[1] < gpu.LEAST  # it is not begun
+    assert gpu.times(names, 4)[1] < gpu.LEAST  # the section is not started
 
 
-def test_what_a_section_has_no_time_for_is_left_out() -> None:
-    """But for the ceilings, which all others need."""
-    ran: list[bool] = []
+def test_sections_without_remaining_time_are_skipped_except_the_ceilings() -> None:
+    """All others need the ceilings (`whole`)."""
+    calls: list[bool] = []
     bench = gpu_measure.Bench(torch.device("cpu"), True, print, 0.0)
-    bench.each("", [lambda bench: ran.append(False)])
-    bench.each("", [lambda bench: ran.append(True)] * 2, whole=True)
-    assert ran == [True, True]
+    bench.each("", [lambda bench: calls.append(False)])
+    bench.each("", [lambda bench: calls.append(True)] * 2, whole=True)
+    assert calls == [True, True]
 
 
-def test_what_is_no_number_is_never_right() -> None:
+def test_nan_is_never_within_the_tolerance() -> None:
     assert gpu_comparisons.error(torch.tensor([1.0, math.nan]), torch.ones(2), 0.1) == math.inf
     assert gpu_comparisons.error(torch.tensor([1.1]), torch.tensor([1.0]), 0.1) == pytest.approx(0.5, rel=1e-5)
     assert Line(section="", what="", ratio=math.nan, goal=1.0, most=True, check=True).verdict == "WRONG"
@@ -108,16 +110,16 @@ def test_what_is_no_number_is_never_right() -> None:
 @pytest.mark.parametrize(
     ("ratio", "most", "verdict"), [(0.93, False, "met"), (0.91, False, "missed"), (0.91, True, "met"), (0.93, True, "missed")]
 )
-def test_verdicts(ratio: float, most: bool, verdict: str) -> None:
+def test_verdict_follows_from_ratio_and_goal(ratio: float, most: bool, verdict: str) -> None:
     assert Line(section="s", what="w", ratio=ratio, goal=0.92, most=most).verdict == verdict
 
 
-def test_tables_and_numbers(tmp_path: Path) -> None:
-    took = timing([3e-6, 1e-6, 2e-6, 9e-6], "eager")
-    assert (took.low, took.high, took.count) == (1e-6, 9e-6, 4)
-    assert took.seconds == pytest.approx(2.5e-6)
+def test_report_tables_and_json_have_all_lines(tmp_path: Path) -> None:
+    timed = timing([3e-6, 1e-6, 2e-6, 9e-6], "eager")
+    assert (timed.low, timed.high, timed.count) == (1e-6, 9e-6, 4)
+    assert timed.seconds == pytest.approx(2.5e-6)
     lines = [
-        Line(section="a", what="b", timing=took, ratio=0.5, against="of c", goal=0.92),
+        Line(section="a", what="b", timing=timed, ratio=0.5, against="of c", goal=0.92),
         failed("a", "peer", "not installed", 1.0),
         Line(section="d", what="e", value=math.nan),
     ]
@@ -131,11 +133,11 @@ def test_tables_and_numbers(tmp_path: Path) -> None:
     assert found["lines"][2]["value"] is None
 
 
-def test_what_matters_stands_at_the_end_of_a_long_output() -> None:
-    """Of the last 12,000 characters: what is missed, however many lines there are besides."""
-    took = timing([3e-6], "graph")
-    others = [Line(section="a", what=f"number {i}", timing=took, value=1e6, unit="GB/s", note="x" * 200) for i in range(400)]
-    missed = Line(section="b", what="slow", timing=took, ratio=0.5, against="of c", goal=0.92)
+def test_digest_shows_missed_and_wrong_lines_within_its_size_limit() -> None:
+    """Only the last 12,000 characters of an output may be seen: the digest fits, however many lines there are."""
+    timed = timing([3e-6], "graph")
+    others = [Line(section="a", what=f"number {i}", timing=timed, value=1e6, unit="GB/s", note="x" * 200) for i in range(400)]
+    missed = Line(section="b", what="slow", timing=timed, ratio=0.5, against="of c", goal=0.92)
     checks = [
         Line(section="c", what="right", ratio=0.1, goal=1.0, most=True, check=True),
         failed("c", "hung", "no", 1.0, check=True),
@@ -144,12 +146,12 @@ def test_what_matters_stands_at_the_end_of_a_long_output() -> None:
     assert 9000 < len(found) <= gpu_report.ROOM
     assert found.splitlines()[:3] == ["device H100", "missed, b:", "  slow: 3.0 us 0.500 of c >= 0.92"]
     assert found.splitlines()[-1].endswith("lines more, in the table")
-    assert "hung" not in found  # which is told as wrong
+    assert "hung" not in found  # it is reported as wrong
     assert gpu_report.digest([missed], {}).splitlines() == ["", "missed, b:", "  slow: 3.0 us 0.500 of c >= 0.92"]
 
 
-def test_bytes_and_operations() -> None:
-    """Shared pages are read once, and what no row has filled is not; a causal prompt is half a square."""
+def test_bytes_and_operations_of_attention_are_counted() -> None:
+    """Shared pages count once, unfilled slots don't count, and a causal prompt is half a square."""
     shape = gpu_worlds.Shape(kv_heads=1, ratio=2, size=64, page_size=16)
     device = torch.device("cpu")
     world = gpu_worlds.World(shape, [Row(1, 39, ()), Row(1, 34, ())], 2, device, shared=32)
@@ -160,26 +162,30 @@ def test_bytes_and_operations() -> None:
     assert gpu_worlds.World(shape, [Row(3, 7, (), [-1, 0, 0])], 1, device).operations == 4 * 2 * 64 * (3 * 7 + 1 + 2 + 2)
 
 
-def test_texts_that_part_at_a_near_tie() -> None:
+def test_comparison_of_texts_ends_at_a_near_tie() -> None:
     def pick(token: int, top: tuple[tuple[int, float], ...] = ()) -> Pick:
         return Pick(token, -1.0, top)
 
     expected = [pick(1), pick(2, ((2, -1.0), (5, -1.05))), pick(3)]
     assert gpu_model.compare([expected], [expected], 0.1) == (0, 0, 3)
-    assert gpu_model.compare([[pick(1), pick(5), pick(9)]], [expected], 0.1) == (0, 1, 2)  # what follows is another text
+    assert gpu_model.compare([[pick(1), pick(5), pick(9)]], [expected], 0.1) == (
+        0,
+        1,
+        2,
+    )  # the tokens after a near tie are not compared
     assert gpu_model.compare([[pick(1), pick(5), pick(9)]], [expected], 0.01) == (1, 0, 2)
     assert gpu_model.compare([[pick(1), pick(6)]], [expected[:2]], 0.1) == (1, 0, 2)
 
 
-def test_a_graph_takes_long_enough_to_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launched one by one a call of 10 us takes 100: the graph is made again, with more of them."""
+def test_graph_is_recaptured_with_more_calls_until_it_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 10 us takes 100 us if it is launched alone: the first graph has too few calls, and is captured again with more."""
 
     class Graph:
         def __init__(self, calls: int) -> None:
             self.calls = calls
 
         def replay(self) -> None:
-            launched.append(self.calls)
+            replayed.append(self.calls)
 
         def reset(self) -> None:
             pass
@@ -188,66 +194,66 @@ def test_a_graph_takes_long_enough_to_be_timed(monkeypatch: pytest.MonkeyPatch) 
         before()
         for call in calls:
             call()
-        return launched[-1] * 10e-6
+        return replayed[-1] * 10e-6
 
-    launched: list[int] = []
+    replayed: list[int] = []
     monkeypatch.setattr(gpu_measure, "_captured", lambda calls, rounds: Graph(len(calls) * rounds))
     monkeypatch.setattr(gpu_measure, "_once", once)
     bench = gpu_measure.Bench(torch.device("cpu"), True, print)
-    took = bench._by_graph([lambda: None] * 2, 100e-6)
-    assert took.way == "graph"
-    assert took.seconds == pytest.approx(10e-6)
-    assert launched[0] == 30
-    assert launched[-1] == 300
-    assert took.count == gpu_measure.MOST
+    timed = bench._by_graph([lambda: None] * 2, 100e-6)
+    assert timed.way == "graph"
+    assert timed.seconds == pytest.approx(10e-6)
+    assert replayed[0] == 30
+    assert replayed[-1] == 300
+    assert timed.count == gpu_measure.MOST
 
 
-class Machine:
-    """A device and a host, whose clock goes on by hand. What is launched comes behind what was launched before."""
+class FakeMachine:
+    """A device and a host with a manual clock. Launched work starts after all work that was launched before."""
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.free = self.now  # when the device is done
+        self.device_free_at = self.now  # when the device has finished all work
 
     def perf_counter(self) -> float:
         return self.now
 
     def launch(self, seconds: float) -> None:
-        self.free = max(self.free, self.now) + seconds
+        self.device_free_at = max(self.device_free_at, self.now) + seconds
 
-    def moment(self) -> "Mark":
+    def moment(self) -> "FakeEvent":
         self.launch(0.0)
-        return Mark(self, self.free)
+        return FakeEvent(self, self.device_free_at)
 
 
 @dataclass
-class Mark:
-    machine: Machine
+class FakeEvent:
+    machine: FakeMachine
     at: float
 
-    def until(self, other: "Mark") -> float:
+    def until(self, other: "FakeEvent") -> float:
         return other.at - self.at
 
     def wait(self) -> None:
-        """Other threads do some work before this one goes on."""
+        """Other threads run for 10 us before this one continues."""
         self.machine.now = max(self.machine.now, self.at) + 1e-5
 
 
 @pytest.mark.parametrize("late", [*gpu_busy.LATE, "nobody"])
-def test_who_is_late_is_told(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
-    """Though the device is at work when it is asked for the first moment."""
-    machine = Machine()
+def test_busy_reports_which_part_was_late(monkeypatch: pytest.MonkeyPatch, late: str) -> None:
+    """Also if the device is working when the first event is recorded."""
+    machine = FakeMachine()
     monkeypatch.setattr(gpu_busy, "time", machine)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     busy = gpu_busy.Busy(machine.moment)
     machine.launch(0.013)
     busy.reset()
     for _ in range(4):
-        for what, part in (("a command", busy.ask), ("a plan", busy.begin), ("sampling", lambda: busy.go_on(2))):
-            if what == late:
-                machine.now = machine.free + 0.002
+        for part_name, part in (("a command", busy.ask), ("a plan", busy.begin), ("sampling", lambda: busy.go_on(2))):
+            if part_name == late:
+                machine.now = machine.device_free_at + 0.002
             part()
-            if what == "a plan":
+            if part_name == "a plan":
                 machine.launch(0.010)
                 busy.go_on(1)
         machine.launch(0.001)

@@ -1,4 +1,4 @@
-"""The benchmark of the host's part of a step runs, and leaves nothing in place of what it stands for."""
+"""The benchmark of a step's host part runs, and restores the functions that it patches."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from penstock.shard import logits
 
 
 @pytest.mark.parametrize("width", [0, 2])
-def test_a_short_run(width: int) -> None:
+def test_short_run_measures_and_restores_patched_functions(width: int) -> None:
     before = logits.begin, logits.expand
     assert 0 < host.measure(4, 40, 3, width) < 10
     assert (logits.begin, logits.expand) == before

@@ -1,8 +1,8 @@
-"""Shards that die and hang under load, and a soak, in miniature. PENSTOCK_CHAOS_SECONDS: how long each shall last.
+"""Short runs of the chaos test (shards killed and stopped under load) and of a soak test. PENSTOCK_CHAOS_SECONDS: duration of each.
 
-A soak asks for short answers, of which there are many: what each leaves behind adds up.
+A soak requests many short answers, so that memory which each of them leaks adds up.
 
-`make bench`'s sizes, and more than one rank: `penstock bench --chaos`, docs/benchmarking.md.
+Longer runs, and more than one rank: `penstock bench --chaos`, docs/benchmarking.md.
 """
 
 import asyncio
@@ -21,14 +21,16 @@ from penstock.bench.chaos_report import Plan
 from penstock.bench.local import Local
 from penstock.tests.serving import scratch
 
-FAULTS, SOAK = 6.0, 60.0  # seconds
-THINK = 1.6  # seconds: a soak beside other tests leaves them most of the machine
+FAULT_SECONDS, SOAK_SECONDS = 6.0, 60.0  # seconds
+THINK = 1.6  # seconds between requests: leaves most of the machine to other tests that run at the same time
 SECONDS = os.environ.get("PENSTOCK_CHAOS_SECONDS")
-# Not as the model is stored: in 16 bits who else is in a batch decides near ties, of which there are many.
+# Not the dtype that the model is stored in: in 16 bits the rest of the batch decides near ties, of which there are many.
 FLAGS = "demo-draft --device cpu --dtype float32 --threads 1 --page-size 4 --kv-pages 4096 --max-batch-prefill-tokens 32"
-SHORT = 8  # tokens
-MOST = 3 * 2**20  # bytes that a process may grow in the second half of a soak of that length; 1 is usual
-MANY = 150  # answers, half of them in that time, even on a busy machine; 550 are usual, and show 11 kB that each leaves behind
+SHORT_ANSWER = 8  # tokens
+MOST_GROWTH = 3 * 2**20  # bytes by which a process may grow in the second half of a soak of that length; 1 MiB is usual
+LEAST_ANSWERS = (
+    150  # answers, half of them in that time, even on a busy machine; 550 are usual, enough to find a leak of 11 kB per answer
+)
 QUIET = Console(quiet=True)
 
 
@@ -39,105 +41,112 @@ def server() -> Iterator[Local]:
         assert server.stop() == 0
 
 
-def test_nobody_notices_that_shards_die(
+def test_no_stream_is_wrong_or_lost_when_shards_are_killed_and_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with scratch() as folder:
         monkeypatch.setattr("tempfile.tempdir", str(folder))
         monkeypatch.setenv("TMPDIR", str(folder))
         flags = f"{FLAGS} --speculate 4 --step-timeout 1"
-        asked = ["--chaos", SECONDS or str(FAULTS), "--chaos-every", "1", f"--serve={flags}", "--quiet"]
-        code = command.main([*asked, "--json", str(tmp_path / "found.json")])
-        out = capsys.readouterr().out
-        assert code == 0, out
+        arguments = ["--chaos", SECONDS or str(FAULT_SECONDS), "--chaos-every", "1", f"--serve={flags}", "--quiet"]
+        code = command.main([*arguments, "--json", str(tmp_path / "found.json")])
+        output = capsys.readouterr().out
+        assert code == 0, output
         assert list(folder.iterdir()) == []
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert sum(found["faults"].values()) >= 1
-    assert found["answers"] >= 10  # beside six busy processes there were 29
-    assert found["cut"] > 0
-    assert found["drafted"] >= max(found["accepted"], 1)  # how many of them were right depends on how busy the machine is
-    assert "wrong: 0; errors: 0" in out
-    assert "longest pause of a stream: " in out
-    assert "left behind: no page, process, socket or file" in out
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert sum(result["faults"].values()) >= 1
+    assert result["answers"] >= 10  # with six other busy processes there were 29
+    assert result["cut"] > 0
+    assert result["drafted"] >= max(result["accepted"], 1)  # how many are accepted depends on the machine's load
+    assert "wrong: 0; errors: 0" in output
+    assert "longest pause of a stream: " in output
+    assert "left behind: no page, process, socket or file" in output
 
 
-def test_memory_stays_as_it_is(server: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(chaos_requests, "LENGTH", SHORT)
+def test_process_memory_does_not_grow_during_a_soak(
+    server: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chaos_requests, "LENGTH", SHORT_ANSWER)
     monkeypatch.setattr(chaos, "SAMPLE", 0.25)
-    plan = Plan(float(SECONDS or SOAK), 16, every=0, seed=1, think=THINK)
-    found = asyncio.run(play(server, plan, QUIET))
+    plan = Plan(float(SECONDS or SOAK_SECONDS), 16, every=0, seed=1, think=THINK)
+    result = asyncio.run(play(server, plan, QUIET))
     with capsys.disabled():
-        print("\n" + "\n".join(line for line in chaos_report.summary(plan, found) if line.startswith(("answers", "memory"))))
-    assert found.good, chaos_report.summary(plan, found)
-    assert sorted(found.names.values()) == ["launcher", "router", "shard 0"]
-    assert found.answers > MANY or SECONDS is not None
-    for pid, samples in found.memory.items():
+        print("\n" + "\n".join(line for line in chaos_report.summary(plan, result) if line.startswith(("answers", "memory"))))
+    assert result.good, chaos_report.summary(plan, result)
+    assert sorted(result.names.values()) == ["launcher", "router", "shard 0"]
+    assert result.answers > LEAST_ANSWERS or SECONDS is not None
+    for pid, samples in result.memory.items():
         if SECONDS is None:
-            assert chaos_report.growth(chaos_report.settled(samples)) < MOST, found.names[pid]
+            assert chaos_report.growth(chaos_report.settled(samples)) < MOST_GROWTH, result.names[pid]
 
 
 @pytest.mark.parametrize(("seconds", "leak"), [(40, 1.0), (600, 0.06)])
-def test_memory_that_grows_is_found(seconds: int, leak: float) -> None:
-    """leak: MiB a second. What it takes at first, a cloud around a straight line and a single peak are none."""
-    dice = random.Random(1)
-    for rate, found in ((leak, True), (0.0, False)):
-        sizes = [50 + 30 * min(1.0, 5 * t / seconds) + rate * t + dice.uniform(-1, 1) for t in range(seconds)]
+def test_growing_memory_is_reported(seconds: int, leak: float) -> None:
+    """leak: MiB per second. Growth at the start, noise around a constant and a single peak are not leaks."""
+    rng = random.Random(1)
+    for rate, expected in ((leak, True), (0.0, False)):
+        sizes = [50 + 30 * min(1.0, 5 * t / seconds) + rate * t + rng.uniform(-1, 1) for t in range(seconds)]
         sizes[-1 if not rate else 0] += 40
         samples = [(float(t), int(size * 2**20)) for t, size in enumerate(sizes)]
-        late = chaos_report.settled(samples)
-        assert (chaos_report.growth(late) > chaos_report.STEP + chaos_report.STEEPEST * chaos_report.age(late)) == found
-        assert not found or 60 * leak / 2 < chaos_report.slope(late) < 60 * leak * 1.2
+        settled_samples = chaos_report.settled(samples)
+        assert (
+            chaos_report.growth(settled_samples) > chaos_report.STEP + chaos_report.STEEPEST * chaos_report.age(settled_samples)
+        ) == expected
+        assert not expected or 60 * leak / 2 < chaos_report.slope(settled_samples) < 60 * leak * 1.2
 
 
-def test_answers_that_differ_are_found(server: Local, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = {"prompt": "Once", "temperature": 1.0, "max_tokens": 20, "ignore_eos": True, "stream": True}  # no seed
+def test_wrong_answers_and_errors_are_reported(server: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    unseeded = {
+        "prompt": "Once",
+        "temperature": 1.0,
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "stream": True,
+    }  # no seed, so answers differ
     refused = {"prompt": "Once", "max_tokens": 20, "stream": True}
-    monkeypatch.setattr(chaos, "requests", lambda: [("/v1/completions", drawn), ("/v1/completions", refused)])
+    monkeypatch.setattr(chaos, "requests", lambda: [("/v1/completions", unseeded), ("/v1/completions", refused)])
     ask = chaos.Chaos._ask
 
-    async def spoil(self: chaos.Chaos, path: str, body: chaos_requests.Json) -> dict[str, str]:
+    async def change_body(self: chaos.Chaos, path: str, body: chaos_requests.Json) -> dict[str, str]:
         answer = await ask(self, path, body)
-        [own] = [own for _, own in self._asked if chaos_requests.undrafted(own) == body]
-        own["temperature"] = 1.0 if "temperature" in own else -1.0  # the second is wrong from now on
+        [original] = [original for _, original in self._asked if chaos_requests.undrafted(original) == body]
+        original["temperature"] = 1.0 if "temperature" in original else -1.0  # the second body is invalid from now on
         return answer
 
-    monkeypatch.setattr(chaos.Chaos, "_ask", spoil)
+    monkeypatch.setattr(chaos.Chaos, "_ask", change_body)
     plan = Plan(1.0, 4, every=0, seed=1)
-    found = asyncio.run(play(server, plan, QUIET))
-    assert found.wrong
-    assert found.wrong[0]["body"]["prompt"] == "Once"
-    assert "status 400" in found.errors[0]
-    assert not found.good
-    summary = chaos_report.summary(plan, found)
-    assert f"wrong: {len(found.wrong)}; errors: {len(found.errors)}" in summary[1]
-    first = found.wrong[0]
-    assert any(
-        line.endswith(chaos_requests.difference(first["came"], first["expected"]))
-        for line in summary
-        if line.startswith("wrong: /")
-    )
+    result = asyncio.run(play(server, plan, QUIET))
+    assert result.wrong
+    assert result.wrong[0]["body"]["prompt"] == "Once"
+    assert "status 400" in result.errors[0]
+    assert not result.good
+    summary = chaos_report.summary(plan, result)
+    assert f"wrong: {len(result.wrong)}; errors: {len(result.errors)}" in summary[1]
+    first = result.wrong[0]
+    difference = chaos_requests.difference(first["came"], first["expected"])
+    assert any(line.endswith(difference) for line in summary if line.startswith("wrong: /"))
 
 
-def completion(*texts: str, reason: str = "length", tokens: int = 3, end: str = "data: [DONE]\n\n") -> bytes:
-    """An answer as it is streamed."""
+def openai_answer(*texts: str, reason: str = "length", tokens: int = 3, end: str = "data: [DONE]\n\n") -> bytes:
+    """A stream of OpenAI's completions."""
     events: list[chaos_requests.Json] = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in texts]
     events.append({"choices": [{"index": 0, "text": "", "finish_reason": reason or None}]})
     events.append({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": tokens}})
     return ("".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events) + end).encode()
 
 
-def generated(*ids: int, reason: str = "length", last: int = -1) -> bytes:
-    """The same in TGI's words; all tokens have the same text, none."""
+def tgi_answer(*ids: int, reason: str = "length", last: int = -1) -> bytes:
+    """A stream of TGI's; the text of all tokens is empty. `last`: the index of the token with the details; -1: the last token."""
     lines = []
-    for place, id in enumerate(ids):
+    for index, id in enumerate(ids):
         details = {"finish_reason": reason, "generated_tokens": len(ids), "input_length": 2}
-        end = place == len(ids) - 1 if last < 0 else place == last
+        end = index == len(ids) - 1 if last < 0 else index == last
         event = {"token": {"id": id, "text": ""}, "generated_text": "" if end else None, "details": details if end else None}
         lines.append(f"data:{json.dumps(event)}\n\n")
     return "".join(lines).encode()
 
 
-def answer_of(data: bytes) -> dict[str, str]:
+def parse_answer(data: bytes) -> dict[str, str]:
     stream = chaos_requests.Stream()
     stream.data = data
     return stream.answer()
@@ -146,22 +155,22 @@ def answer_of(data: bytes) -> dict[str, str]:
 @pytest.mark.parametrize(
     "other",
     [
-        completion("a", "b", "b"),
-        completion("a", "", tokens=4),  # a token without text came twice
-        completion("a", tokens=2),
-        completion("a", "c"),
-        completion("a", "b", reason="stop"),
+        openai_answer("a", "b", "b"),
+        openai_answer("a", "", tokens=4),  # a token without text was sent twice
+        openai_answer("a", tokens=2),
+        openai_answer("a", "c"),
+        openai_answer("a", "b", reason="stop"),
     ],
 )
-def test_tokens_that_are_changed_doubled_or_missing_are_noticed(other: bytes) -> None:
-    whole = completion("a", "b")
-    assert answer_of(whole) == answer_of(completion("ab"))  # in how many events it comes is the server's business
-    assert answer_of(whole) != answer_of(other)
+def test_changed_repeated_and_missing_tokens_are_noticed_by_text_and_count(other: bytes) -> None:
+    whole = openai_answer("a", "b")
+    assert parse_answer(whole) == parse_answer(openai_answer("ab"))  # the number of events does not matter
+    assert parse_answer(whole) != parse_answer(other)
 
 
-@pytest.mark.parametrize("other", [generated(1, 2, 2), generated(1, 3), generated(1), generated(1, 2, reason="stop_sequence")])
-def test_so_they_are_where_tokens_are_named(other: bytes) -> None:
-    assert answer_of(generated(1, 2)) != answer_of(other)
+@pytest.mark.parametrize("other", [tgi_answer(1, 2, 2), tgi_answer(1, 3), tgi_answer(1), tgi_answer(1, 2, reason="stop_sequence")])
+def test_changed_repeated_and_missing_tokens_are_noticed_by_token_id(other: bytes) -> None:
+    assert parse_answer(tgi_answer(1, 2)) != parse_answer(other)
 
 
 @pytest.mark.parametrize(
@@ -169,23 +178,23 @@ def test_so_they_are_where_tokens_are_named(other: bytes) -> None:
     [
         b"",
         b": alive\n\n",
-        completion("a", "b", end=""),  # cut between two events, and closed as if it were whole
-        completion("a", "b", reason=""),
-        completion("a", "b") + completion("a"),
-        generated(1, 2, last=2),
-        generated(1, 2, 2, last=1),
+        openai_answer("a", "b", end=""),  # cut between two events, and closed normally
+        openai_answer("a", "b", reason=""),
+        openai_answer("a", "b") + openai_answer("a"),
+        tgi_answer(1, 2, last=2),
+        tgi_answer(1, 2, 2, last=1),
     ],
 )
-def test_what_is_not_all_of_an_answer_is_none(part: bytes) -> None:
+def test_incomplete_or_overlong_stream_is_an_error(part: bytes) -> None:
     with pytest.raises(ValueError, match=r"ended before the answer did|after the end"):
-        answer_of(part)
+        parse_answer(part)
 
 
-def test_line_separators_within_a_text_end_no_event() -> None:
-    assert answer_of(completion("a\u2028b\u0085"))["0"] == "a\u2028b\u0085length"
+def test_unicode_line_separators_in_a_text_do_not_end_an_event() -> None:
+    assert parse_answer(openai_answer("a\u2028b\u0085"))["0"] == "a\u2028b\u0085length"
 
 
-def test_the_place_where_answers_differ_is_told() -> None:
+def test_report_shows_where_answers_differ() -> None:
     summary = chaos_requests.difference({"0": "same", "1": "named Lucy. It"}, {"0": "same", "1": "named Mia. It"})
     assert summary == "choice 1 has 'Lucy. It' after 6 characters, not 'Mia. It'"
     summary = chaos_requests.difference({"0": "a", chaos_requests.COUNT: "9 2"}, {"0": "a", chaos_requests.COUNT: "8 2"})

@@ -1,6 +1,6 @@
-"""One server with the demo model for the tests of all clients; PENSTOCK_TEST_URL names one that runs elsewhere instead.
+"""One server with the demo model for the tests of all clients; PENSTOCK_TEST_URL can name a server that runs elsewhere instead.
 
-Imports nothing of ours before that is needed: some clients are tested in environments that lack it.
+Imports penstock only when it is needed: some clients are tested in environments without it.
 """
 
 import os

@@ -1,6 +1,6 @@
 """LangChain's and LiteLLM's classes for OpenAI against a real server with the demo model.
 
-Heavy to install, so only where they are; PENSTOCK_TEST_URL names a server that runs elsewhere.
+Heavy to install, so skipped where they are missing; PENSTOCK_TEST_URL names a server that runs elsewhere.
 """
 
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it waits for the network when it is imported
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise importing it waits for the network
 SCHEMA = {
     "title": "place",
     "description": "A place.",
@@ -19,7 +19,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "place", "description": "A place.", "parameters": SCHEMA}}
-pytestmark = pytest.mark.filterwarnings("default")  # of libraries that warn about each other
+pytestmark = pytest.mark.filterwarnings("default")  # the libraries warn about each other
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def api(url: str) -> str:
     return f"{url}/v1"
 
 
-def test_langchain_chats(api: str) -> None:
+def test_langchain_chat_streams_batches_structured_output_and_tools(api: str) -> None:
     langchain = pytest.importorskip("langchain_openai")
     chat = langchain.ChatOpenAI(model="any", base_url=api, api_key="none", max_tokens=40, temperature=0)
     whole = chat.invoke("Tell me a story.")
@@ -46,7 +46,7 @@ def test_langchain_chats(api: str) -> None:
         chat.invoke("x", max_tokens=100_000)
 
 
-def test_langchain_uses_responses(api: str) -> None:
+def test_langchain_responses_api_is_the_same_whole_and_streamed(api: str) -> None:
     langchain = pytest.importorskip("langchain_openai")
     chat = langchain.ChatOpenAI(model="any", base_url=api, api_key="none", use_responses_api=True, temperature=0, max_tokens=9)
     whole = chat.invoke("Tell me a story.")
@@ -55,7 +55,7 @@ def test_langchain_uses_responses(api: str) -> None:
     assert "".join(parts) == whole.text
 
 
-def test_langchain_completes(api: str) -> None:
+def test_langchain_completion_is_the_same_whole_streamed_and_batched(api: str) -> None:
     langchain = pytest.importorskip("langchain_openai")
     text = langchain.OpenAI(model="any", base_url=api, api_key="none", max_tokens=8, temperature=0)
     whole = text.invoke("Once upon a time")
@@ -65,8 +65,8 @@ def test_langchain_completes(api: str) -> None:
     assert answers[0][0].text == whole
 
 
-def asked(api: str, provider: str, count: int) -> dict[str, Any]:
-    """What LiteLLM needs for a chat."""
+def completion_arguments(api: str, provider: str, count: int) -> dict[str, Any]:
+    """Arguments of LiteLLM's completion for a chat."""
     return {
         "model": f"{provider}/any",
         "api_base": api,
@@ -78,23 +78,25 @@ def asked(api: str, provider: str, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_chats(api: str, provider: str) -> None:
+def test_litellm_chat_streams_structured_output_and_errors(api: str, provider: str) -> None:
     litellm = pytest.importorskip("litellm")
-    whole = litellm.completion(**asked(api, provider, 8)).choices[0].message.content
-    parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**asked(api, provider, 8), stream=True)]
+    whole = litellm.completion(**completion_arguments(api, provider, 8)).choices[0].message.content
+    parts = [
+        chunk.choices[0].delta.content or "" for chunk in litellm.completion(**completion_arguments(api, provider, 8), stream=True)
+    ]
     assert "".join(parts) == whole
     format = {"type": "json_schema", "json_schema": {"name": "place", "strict": True, "schema": SCHEMA}}
-    answer = litellm.completion(**asked(api, provider, 40), response_format=format)
+    answer = litellm.completion(**completion_arguments(api, provider, 40), response_format=format)
     assert json.loads(answer.choices[0].message.content)["city"] in ("Paris", "Rome")
     with pytest.raises(litellm.BadRequestError):
-        litellm.completion(**asked(api, provider, 100_000))
+        litellm.completion(**completion_arguments(api, provider, 100_000))
 
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
-def test_litellm_calls_tools(api: str, provider: str) -> None:
+def test_litellm_tool_call_is_returned(api: str, provider: str) -> None:
     litellm = pytest.importorskip("litellm")
-    pytest.importorskip("mcp")  # which LiteLLM imports as soon as there are tools
+    pytest.importorskip("mcp")  # LiteLLM imports it if there are tools
     more: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-    [choice] = litellm.completion(**asked(api, provider, 40), **more).choices
+    [choice] = litellm.completion(**completion_arguments(api, provider, 40), **more).choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.tool_calls[0].function.name == "place"

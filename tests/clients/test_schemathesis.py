@@ -1,4 +1,5 @@
-"""Requests made up from the OpenAPI document, bent and broken: no fault of the server's, and no answer that the document lacks.
+"""Requests that schemathesis generates from the OpenAPI document, valid and invalid: no server error, and no response that is
+not in the document.
 
 Needs schemathesis (extra `clients`).
 """
@@ -11,7 +12,7 @@ import pytest
 from penstock.tests import serving
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # theirs
+    warnings.simplefilter("ignore")  # the libraries' own warnings
     schemathesis = pytest.importorskip("schemathesis")
     import hypothesis
     from schemathesis.checks import not_a_server_error
@@ -22,7 +23,7 @@ with warnings.catch_warnings():
         status_code_conformance,
     )
 
-# Not whether all is taken that the types allow: they say nothing of ranges, which the messages of a 422 tell.
+# Not whether everything is accepted that the types allow: they don't express value ranges, which are reported by 422 messages.
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -30,8 +31,8 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-EXAMPLES = 15  # for each route: four times as many found no more
-TOKENS = {"max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "min_tokens"}
+EXAMPLES = 15  # for each route; four times as many found no other faults
+TOKEN_LIMIT_FIELDS = {"max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "min_tokens"}
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +42,14 @@ def url() -> Iterator[str]:
 
 
 def cheap(body: object) -> object:
-    """The same, asking for few tokens: what is long is not wrong."""
+    """The same body with at most 8 tokens requested, to save time."""
     if isinstance(body, list):
         return [cheap(each) for each in body]
     if not isinstance(body, dict):
         return body
-    return {name: min(value, 8) if name in TOKENS and type(value) is int else cheap(value) for name, value in body.items()}
+    return {
+        name: min(value, 8) if name in TOKEN_LIMIT_FIELDS and type(value) is int else cheap(value) for name, value in body.items()
+    }
 
 
 def routes() -> list[str]:
@@ -58,17 +61,17 @@ def routes() -> list[str]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", routes())
-def test_the_document_is_kept(url: str, path: str) -> None:
+def test_responses_to_generated_requests_conform_to_the_openapi_document(url: str, path: str) -> None:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for operation in schema.get_all_operations():
-        made = operation.ok()
-        if made.path != path:
+        example = operation.ok()
+        if example.path != path:
             continue
 
         @hypothesis.settings(
             max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck)
         )
-        @hypothesis.given(case=made.as_strategy())
+        @hypothesis.given(case=example.as_strategy())
         def one(case: "schemathesis.Case") -> None:
             case.body = cheap(case.body)
             case.call_and_validate(timeout=60, checks=CHECKS)

@@ -1,7 +1,8 @@
-"""Real clients of TGI's API against a real server with the demo model: what they parse, and what becomes of errors.
+"""Real clients of TGI's API against a real server with the demo model: text-generation, huggingface_hub and LangChain parse its
+responses, and raise their own exceptions for its errors.
 
-Elsewhere than in penstock's own environment (`text-generation` asks for a huggingface_hub that transformers no longer takes),
-PENSTOCK_TEST_URL names a server that runs, and --confcutdir=tests/clients keeps our settings away.
+In another environment than penstock's own (`text-generation` needs a huggingface_hub that transformers no longer supports),
+PENSTOCK_TEST_URL names a running server, and --confcutdir=tests/clients keeps pytest from loading tests/conftest.py.
 """
 
 import asyncio
@@ -12,15 +13,15 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.filterwarnings("default")  # the clients' own
+pytestmark = pytest.mark.filterwarnings("default")  # the clients' own warnings
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}
 PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def busy() -> Iterator[str]:
-    """A server that takes no request while this test's stream runs."""
+def full_server_url() -> Iterator[str]:
+    """A server with one concurrent request at most: full while a test's stream runs."""
     serving = pytest.importorskip("penstock.tests.serving")
     with serving.serve("--max-concurrent-requests", "1") as server:
         yield server.url
@@ -29,7 +30,7 @@ def busy() -> Iterator[str]:
 # text-generation, the client of TGI's own repository
 
 
-def test_text_generation_generates(url: str) -> None:
+def test_text_generation_parses_details_and_prefill(url: str) -> None:
     client = pytest.importorskip("text_generation").Client(url, timeout=60)
     answer = client.generate(PROMPT, max_new_tokens=3, decoder_input_details=True, top_n_tokens=2)
     assert answer.generated_text
@@ -44,7 +45,7 @@ def test_text_generation_generates(url: str) -> None:
     assert client.generate("zzz " * 50 + PROMPT, max_new_tokens=1, truncate=4, decoder_input_details=True).details.prefill
 
 
-def test_text_generation_chooses_the_best(url: str) -> None:
+def test_text_generation_parses_best_of_sequences(url: str) -> None:
     client = pytest.importorskip("text_generation").Client(url, timeout=60)
     details = client.generate(PROMPT, max_new_tokens=4, best_of=2, do_sample=True).details
     [other] = details.best_of_sequences
@@ -53,7 +54,7 @@ def test_text_generation_chooses_the_best(url: str) -> None:
     assert other.generated_tokens == len(other.tokens)
 
 
-def test_text_generation_streams(url: str) -> None:
+def test_text_generation_stream_equals_the_whole_answer(url: str) -> None:
     client = pytest.importorskip("text_generation").Client(url, timeout=60)
     whole = client.generate(PROMPT, max_new_tokens=8)
     events = list(client.generate_stream(PROMPT, max_new_tokens=8))
@@ -65,7 +66,7 @@ def test_text_generation_streams(url: str) -> None:
     assert seeded[0] == seeded[1] != seeded[2]
 
 
-def test_text_generation_stops(url: str) -> None:
+def test_text_generation_stop_sequence_ends_the_text(url: str) -> None:
     client = pytest.importorskip("text_generation").Client(url, timeout=60)
     text = client.generate(PROMPT, max_new_tokens=20).generated_text
     word = text.split()[3]
@@ -75,7 +76,7 @@ def test_text_generation_stops(url: str) -> None:
     assert text.startswith(answer.generated_text)
 
 
-def test_text_generation_obeys_grammars(url: str) -> None:
+def test_text_generation_regex_and_json_grammars_are_kept(url: str) -> None:
     package = pytest.importorskip("text_generation")
     client, types = package.Client(url, timeout=60), package.types
     regex = types.Grammar(type=types.GrammarType.Regex, value="[0-9]{3}-[0-9]{4}")
@@ -86,7 +87,7 @@ def test_text_generation_obeys_grammars(url: str) -> None:
     assert isinstance(found["age"], int)
 
 
-def test_text_generation_raises(url: str) -> None:
+def test_text_generation_raises_validation_errors(url: str) -> None:
     package = pytest.importorskip("text_generation")
     client, errors = package.Client(url, timeout=60), package.errors
     with pytest.raises(errors.ValidationError, match="must be <= 2048"):
@@ -97,7 +98,7 @@ def test_text_generation_raises(url: str) -> None:
         list(client.generate_stream(PROMPT, max_new_tokens=10_000))
 
 
-def test_text_generation_talks(url: str) -> None:
+def test_text_generation_chat_is_answered(url: str) -> None:
     package = pytest.importorskip("text_generation")
     messages = [package.types.Message(role="user", content="Tell me a story.")]
     answer = package.Client(url, timeout=60).chat(messages, max_tokens=6)
@@ -105,7 +106,7 @@ def test_text_generation_talks(url: str) -> None:
     assert answer.usage["completion_tokens"] <= 6
 
 
-def test_text_generation_asynchronously(url: str) -> None:
+def test_text_generation_async_client_generates_streams_and_raises(url: str) -> None:
     package = pytest.importorskip("text_generation")
 
     async def work() -> None:
@@ -124,12 +125,12 @@ def test_text_generation_asynchronously(url: str) -> None:
 # huggingface_hub
 
 
-def hub(url: str, **options: Any) -> Any:
+def inference_client(url: str, **options: Any) -> Any:
     return pytest.importorskip("huggingface_hub").InferenceClient(model=url, timeout=60, **options)
 
 
-def test_the_hubs_client_generates(url: str) -> None:
-    client = hub(url)
+def test_huggingface_hub_client_parses_details_and_all_parameters(url: str) -> None:
+    client = inference_client(url)
     text = client.text_generation(PROMPT, max_new_tokens=8, return_full_text=False)
     assert text
     assert client.text_generation(PROMPT, max_new_tokens=8) == PROMPT + text, "the default of TGI's route /"
@@ -146,8 +147,8 @@ def test_the_hubs_client_generates(url: str) -> None:
     )
 
 
-def test_the_hubs_client_streams(url: str) -> None:
-    client = hub(url)
+def test_huggingface_hub_client_stream_equals_the_whole_answer(url: str) -> None:
+    client = inference_client(url)
     whole = client.text_generation(PROMPT, max_new_tokens=8)
     assert PROMPT + "".join(client.text_generation(PROMPT, max_new_tokens=8, stream=True)) == whole
     events = list(client.text_generation(PROMPT, max_new_tokens=8, stream=True, details=True))
@@ -156,8 +157,8 @@ def test_the_hubs_client_streams(url: str) -> None:
     assert events[-1].generated_text == whole
 
 
-def test_the_hubs_client_obeys_grammars(url: str) -> None:
-    client = hub(url)
+def test_huggingface_hub_client_grammars_are_kept(url: str) -> None:
+    client = inference_client(url)
     sampled = {"temperature": 0.9, "seed": 5, "return_full_text": False}
     for grammar in ({"type": "json", "value": SCHEMA}, {"type": "json_schema", "value": {"name": "person", "schema": SCHEMA}}):
         text = client.text_generation(PROMPT, max_new_tokens=200, grammar=grammar, **sampled)
@@ -168,13 +169,13 @@ def test_the_hubs_client_obeys_grammars(url: str) -> None:
     assert last.details.finish_reason == "eos_token"
 
 
-def test_the_hubs_client_raises(url: str, busy: str) -> None:
+def test_huggingface_hub_client_raises_validation_and_overloaded_errors(url: str, full_server_url: str) -> None:
     errors = pytest.importorskip("huggingface_hub.errors")
-    client = hub(url)
+    client = inference_client(url)
     for stream in (False, True):
         with pytest.raises(errors.ValidationError, match="must be <= 2048"):
             list(client.text_generation(PROMPT, max_new_tokens=10_000, stream=stream))
-    client = hub(busy)
+    client = inference_client(full_server_url)
     running = client.text_generation(PROMPT, max_new_tokens=1500, stream=True)
     assert next(running)
     for stream in (False, True):
@@ -183,8 +184,8 @@ def test_the_hubs_client_raises(url: str, busy: str) -> None:
     running.close()
 
 
-def test_the_hubs_client_talks(url: str) -> None:
-    client = hub(url)
+def test_huggingface_hub_client_chat_is_the_same_whole_and_streamed(url: str) -> None:
+    client = inference_client(url)
     messages = [{"role": "user", "content": "Tell me a story."}]
     answer = client.chat_completion(messages, max_tokens=8, seed=1, temperature=0.7, logprobs=True, top_logprobs=2)
     text = answer.choices[0].message.content
@@ -194,13 +195,13 @@ def test_the_hubs_client_talks(url: str) -> None:
     assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == text
 
 
-def test_the_hubs_client_asks_who_is_there(url: str) -> None:
-    client = hub(url, provider="hf-inference")  # without which the client refuses to ask
+def test_huggingface_hub_client_reads_health_and_endpoint_info(url: str) -> None:
+    client = inference_client(url, provider="hf-inference")  # the client refuses the request without a provider
     assert client.health_check()
     assert client.get_endpoint_info()["max_total_tokens"] == 2048
 
 
-def test_the_hubs_client_asynchronously(url: str) -> None:
+def test_huggingface_hub_async_client_stream_equals_the_whole_answer(url: str) -> None:
     client = pytest.importorskip("huggingface_hub").AsyncInferenceClient(model=url, timeout=60)
 
     async def work() -> None:
@@ -215,7 +216,7 @@ def test_the_hubs_client_asynchronously(url: str) -> None:
 # langchain
 
 
-def test_langchains_endpoint(url: str) -> None:
+def test_langchain_endpoint_invokes_streams_and_stops(url: str) -> None:
     package = pytest.importorskip("langchain_huggingface")
     endpoint = package.HuggingFaceEndpoint(endpoint_url=url, max_new_tokens=8, seed=1, huggingfacehub_api_token="none")
     text = endpoint.invoke(PROMPT)
@@ -232,7 +233,7 @@ def test_langchains_endpoint(url: str) -> None:
     asyncio.run(work())
 
 
-def test_langchains_chat(url: str) -> None:
+def test_langchain_chat_is_answered_and_streamed(url: str) -> None:
     package = pytest.importorskip("langchain_huggingface")
     endpoint = package.HuggingFaceEndpoint(endpoint_url=url, max_new_tokens=8, seed=1, huggingfacehub_api_token="none")
     chat = package.ChatHuggingFace(llm=endpoint, model_id="none", tokenizer=object())

@@ -1,5 +1,5 @@
-"""One server for all tests of deploy/: started by the very line that docs/deploy.md begins with, and, where this machine can do
-that, shut in as the manifests promise of a container: PID 1 of its own, another user, no capabilities, nothing writable but /tmp.
+"""One server for all tests of deploy/: started by the first command in docs/deploy.md, and, where this machine can do it, in a
+sandbox like the manifests' containers: a PID namespace, another user, no capabilities, nothing writable but /tmp.
 """
 
 import http.client
@@ -17,11 +17,11 @@ import pytest
 
 from penstock.launcher.machine import free_port
 from penstock.tests import serving
-from penstock.tests.deploy import walk
+from penstock.tests.deploy import deploy_page
 
 NAMESPACES = ["unshare", "--user", "--map-user=10001", "--map-group=10001", "--keep-caps", "--mount", "--pid", "--mount-proc"]
 NAMESPACES += ["--fork", "--kill-child"]
-SHUT_IN = r"""
+SANDBOX_SCRIPT = r"""
 for mount in $(cut -d' ' -f5 /proc/self/mountinfo | sort -u); do
     case $mount in /proc*|/dev*|/sys*) ;; *) mount -o remount,bind,ro "$mount" 2>/dev/null || true ;; esac
 done
@@ -33,63 +33,63 @@ exec setpriv --bounding-set -all --inh-caps -all --ambient-caps -all --no-new-pr
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningServer:
     port: int
     pid: int  # of the launcher
-    shut_in: bool
+    sandboxed: bool
 
 
 @pytest.fixture(scope="session")
-def running() -> Iterator[Running]:
-    """A server that is ready; at its end it must end well."""
-    [line] = [block.text for block in walk.blocks() if block.tags == ("serve",)]
-    port, shut_in = free_port(), can_be_shut_in()
+def running() -> Iterator[RunningServer]:
+    """A server that is ready. It must exit with code 0 on SIGTERM."""
+    [line] = [block.text for block in deploy_page.blocks() if block.tags == ("serve",)]
+    port, sandboxed = free_port(), can_be_sandboxed()
     command = ["env", "-i", *environment(port), *line.split()]
-    if shut_in:
-        command = [*NAMESPACES, "bash", "-euc", SHUT_IN, str(walk.PAGE), *command[2:]]
+    if sandboxed:
+        command = [*NAMESPACES, "bash", "-euc", SANDBOX_SCRIPT, str(deploy_page.PAGE), *command[2:]]
     with serving.scratch() as folder, (folder / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             deadline = time.monotonic() + serving.START
-            while not answers(port):
+            while not is_healthy(port):
                 assert process.poll() is None, (folder / "log").read_text()
                 assert time.monotonic() < deadline, (folder / "log").read_text()
                 time.sleep(serving.POLL)
-            launcher = child(process.pid) if shut_in else process.pid
-            yield Running(port, launcher, shut_in)
+            launcher = child(process.pid) if sandboxed else process.pid
+            yield RunningServer(port, launcher, sandboxed)
             os.kill(launcher, signal.SIGTERM)
             assert process.wait(serving.STOP) == 0, (folder / "log").read_text()
         finally:
-            process.kill()  # all that it has started ends with it
+            process.kill()  # all processes that it has started end with it
             process.wait()
 
 
 @pytest.fixture(scope="session")
-def server(running: Running) -> int:
-    """Its port."""
+def server(running: RunningServer) -> int:
+    """The running server's port."""
     return running.port
 
 
-def can_be_shut_in() -> bool:
+def can_be_sandboxed() -> bool:
     if shutil.which("unshare") is None or shutil.which("setpriv") is None:
         return False
-    if Path(sys.prefix).resolve().is_relative_to("/tmp"):  # which it doesn't see
+    if Path(sys.prefix).resolve().is_relative_to("/tmp"):  # the sandbox has a /tmp of its own
         return False
     return subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=30).returncode == 0
 
 
 def environment(port: int) -> list[str]:
-    """As a container's: nothing of ours but where programs are."""
-    return [f"PATH={walk.path()}", f"PORT={port}", "HOME=/tmp", "HF_HOME=/tmp/hub", "THREADS=1"]
+    """A container's environment variables: of this process's own, only PATH."""
+    return [f"PATH={deploy_page.path()}", f"PORT={port}", "HOME=/tmp", "HF_HOME=/tmp/hub", "THREADS=1"]
 
 
 def child(pid: int) -> int:
-    """The one process that it has started."""
+    """The pid of its only child process."""
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
 
 
-def answers(port: int) -> bool:
-    """Whether /health says 200."""
+def is_healthy(port: int) -> bool:
+    """Whether /health answers 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", "/health")

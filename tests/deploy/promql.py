@@ -1,4 +1,4 @@
-"""Names in expressions of PromQL, and the names that a server exports. Knows no more of the language than its tokens."""
+"""Finds the names in PromQL expressions, and the names that a server exports, by regular expressions: not a parser."""
 
 import re
 from collections.abc import Iterator
@@ -12,25 +12,25 @@ TYPE = re.compile(r"^# TYPE (\S+) (\w+)$", re.MULTILINE)
 
 
 def names(expression: str) -> set[str]:
-    """Of the metrics in it."""
+    """The names of the metrics in an expression."""
     bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", GROUPING.sub("", expression))
     return set(NAME.findall(bare)) - WORDS
 
 
 def matchers(expression: str) -> Iterator[tuple[str, str, str]]:
-    """Each condition in it: metric, label, value."""
+    """Each label matcher in an expression: metric, label, value."""
     for metric, conditions in SELECTOR.findall(expression):
         for label, value in MATCHER.findall(conditions):
             yield metric, label, value
 
 
 def grouped(expression: str) -> set[str]:
-    """Labels by which it groups or joins."""
+    """Labels by which an expression groups or joins."""
     return {label.strip() for labels in GROUPING.findall(expression) for label in labels.split(",") if label.strip()}
 
 
 def exported(text: str) -> set[str]:
-    """Every name that can have samples, from what a server shows at /metrics: it names a metric's kind before it has any."""
+    """Every name that can have samples, from the TYPE lines of /metrics, which are there before the first sample."""
     found: set[str] = set()
     for name, kind in TYPE.findall(text):
         found |= {name + suffix for suffix in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}

@@ -1,4 +1,6 @@
-"""The container files, without an engine: linted, in accord with the project, and what they promise of the server tried on it."""
+"""The container and Compose files, without a container engine: linted, consistent with the project, and their health check and
+sandbox tried with a running server.
+"""
 
 import json
 import os
@@ -15,18 +17,18 @@ import yaml
 from penstock.launcher import options
 from penstock.launcher.machine import free_port
 from penstock.router.config import RouterConfig
-from penstock.tests.deploy import walk
-from penstock.tests.deploy.conftest import Running
+from penstock.tests.deploy import deploy_page
+from penstock.tests.deploy.conftest import RunningServer
 
-DEPLOY = walk.ROOT / "deploy"
+DEPLOY = deploy_page.ROOT / "deploy"
 DOCKERFILE = DEPLOY / "container" / "Dockerfile"
 HEALTH = DEPLOY / "container" / "health.py"
-PROJECT = tomllib.loads((walk.ROOT / "pyproject.toml").read_text())
-EXTRA = "pip install 'penstock[deploy]' brings it"
+PROJECT = tomllib.loads((deploy_page.ROOT / "pyproject.toml").read_text())
+HOW_TO_INSTALL = "pip install 'penstock[deploy]' brings it"
 
 
 def instructions(name: str) -> list[str]:
-    """What follows each NAME of the Dockerfile, continued lines joined."""
+    """The arguments of each instruction `name` in the Dockerfile, with continued lines joined."""
     text = DOCKERFILE.read_text().replace("\\\n", " ")
     return [line.partition(" ")[2].strip() for line in text.splitlines() if line.split(" ")[0] == name]
 
@@ -35,60 +37,60 @@ def environment() -> dict[str, str]:
     return dict(word.split("=", 1) for line in instructions("ENV") for word in line.split())
 
 
-def sources() -> set[str]:
-    """What it copies of the tree."""
+def copied_sources() -> set[str]:
+    """What the Dockerfile copies from the source tree."""
     copies = [line.split() for line in instructions("COPY") if not line.startswith("--from")]
     return {source for words in copies for source in words[:-1]}
 
 
-def test_the_linter_finds_nothing() -> None:
-    linter = walk.find("hadolint")
+def test_hadolint_accepts_the_dockerfile() -> None:
+    linter = deploy_page.find("hadolint")
     if linter is None:
-        pytest.skip(f"hadolint is not installed: {EXTRA}")
+        pytest.skip(f"hadolint is not installed: {HOW_TO_INSTALL}")
     answer = subprocess.run([linter, str(DOCKERFILE)], capture_output=True, text=True, timeout=30)
     assert answer.stdout + answer.stderr == ""
 
 
-def test_the_image_holds_every_package() -> None:
+def test_image_contains_every_package() -> None:
     packages = {name.split(".")[1] for name in PROJECT["tool"]["setuptools"]["packages"] if "." in name}
-    files = {"pyproject.toml", "README.md", "LICENSE", "__init__.py", str(HEALTH.relative_to(walk.ROOT))}
-    assert sources() == packages | files
+    files = {"pyproject.toml", "README.md", "LICENSE", "__init__.py", str(HEALTH.relative_to(deploy_page.ROOT))}
+    assert copied_sources() == packages | files
     allowed = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text().splitlines()
-    assert {line[1:] for line in allowed if line.startswith("!")} == sources()
+    assert {line[1:] for line in allowed if line.startswith("!")} == copied_sources()
 
 
-def test_torch_is_that_of_the_makefile() -> None:
+def test_torch_version_is_that_of_the_makefile() -> None:
     [torch] = [line for line in instructions("ARG") if line.startswith("TORCH=")]
-    assert f"TORCH := {torch.removeprefix('TORCH=')}" in (walk.ROOT / "Makefile").read_text().splitlines()
+    assert f"TORCH := {torch.removeprefix('TORCH=')}" in (deploy_page.ROOT / "Makefile").read_text().splitlines()
     assert torch.removeprefix("TORCH=") in compose("compose.yaml")["services"]["penstock"]["build"]["args"]["TORCH"]
 
 
-def test_the_last_user_is_not_root() -> None:
+def test_image_does_not_run_as_root() -> None:
     stages = re.split(r"^FROM ", DOCKERFILE.read_text(), flags=re.MULTILINE)
     users = [re.findall(r"^USER (\d+):\d+$", stage, flags=re.MULTILINE) for stage in stages]
-    assert [each[-1] for each in users if each] == ["10001", "10001"]  # runtime, on which cpu builds, and cuda
+    assert [each[-1] for each in users if each] == ["10001", "10001"]  # stage runtime, the base of cpu, and stage cuda
 
 
-def test_it_runs_what_is_installed() -> None:
+def test_entrypoint_port_and_health_check_exist_in_the_project() -> None:
     [entry] = instructions("ENTRYPOINT")
     assert json.loads(entry)[0] in PROJECT["project"]["scripts"]
     [port] = instructions("EXPOSE")
     assert environment()["PORT"] == port == str(RouterConfig(folder="", model="").port)
     copied = [line.split() for line in instructions("COPY")]
-    [place] = [words[-1] for words in copied if words[0].endswith("health.py")]
+    [health_script] = [words[-1] for words in copied if words[0].endswith("health.py")]
     [check] = instructions("HEALTHCHECK")
-    assert json.loads(check.partition("CMD ")[2]) == ["python", "-I", place]
+    assert json.loads(check.partition("CMD ")[2]) == ["python", "-I", health_script]
 
 
-def test_no_secret_is_built_in() -> None:
-    named = [line.partition("=")[0] for line in instructions("ARG")] + list(environment())
-    assert not [name for name in named if re.search("KEY|TOKEN|SECRET|PASSWORD", name)]
+def test_image_has_no_secret_variables() -> None:
+    names = [line.partition("=")[0] for line in instructions("ARG")] + list(environment())
+    assert not [name for name in names if re.search("KEY|TOKEN|SECRET|PASSWORD", name)]
 
 
-def test_the_health_check_tells_a_server_from_none(server: int) -> None:
+def test_health_check_exits_0_with_a_server_and_1_without(server: int) -> None:
     for port, code in ((server, 0), (free_port(), 1)):
-        own = {**os.environ, "PORT": str(port)}
-        answer = subprocess.run([sys.executable, "-I", str(HEALTH)], env=own, capture_output=True, text=True, timeout=30)
+        variables = {**os.environ, "PORT": str(port)}
+        answer = subprocess.run([sys.executable, "-I", str(HEALTH)], env=variables, capture_output=True, text=True, timeout=30)
         assert answer.returncode == code, answer.stderr
 
 
@@ -96,23 +98,23 @@ def compose(name: str) -> Any:
     return yaml.safe_load((DEPLOY / "compose" / name).read_text())
 
 
-def test_compose_is_valid() -> None:
-    checker = walk.find("check-jsonschema")
+def test_compose_files_match_the_compose_schema() -> None:
+    checker = deploy_page.find("check-jsonschema")
     if checker is None:
-        pytest.skip(f"check-jsonschema is not installed: {EXTRA}")
+        pytest.skip(f"check-jsonschema is not installed: {HOW_TO_INSTALL}")
     files = [str(path) for path in sorted((DEPLOY / "compose").glob("*.yaml"))]
     command = [checker, "--builtin-schema", "vendor.compose-spec", *files]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
-def test_compose_finds_its_files() -> None:
+def test_compose_mounts_build_context_and_targets_exist() -> None:
     services = compose("compose.yaml")["services"]
     mounts = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
     assert [mount for mount in mounts if mount.startswith(".") and not (DEPLOY / "compose" / mount).is_file()] == []
     build = services["penstock"]["build"]
     context = (DEPLOY / "compose" / build["context"]).resolve()
-    assert context == walk.ROOT
+    assert context == deploy_page.ROOT
     assert context / build["dockerfile"] == DOCKERFILE
     targets = {line.partition(" AS ")[2] for line in instructions("FROM")}
     for name in ("compose.yaml", "gpu.yaml"):
@@ -121,19 +123,19 @@ def test_compose_finds_its_files() -> None:
         assert service["image"] == f"penstock:{service['build']['target']}"
 
 
-def test_compose_gives_penstock_its_flags_and_its_time() -> None:
+def test_compose_variables_are_flags_and_stop_grace_exceeds_the_drain_timeout() -> None:
     service = compose("compose.yaml")["services"]["penstock"]
     flags = {spelling.upper() for field in options.FIELDS.values() for spelling in (field.name, field.metadata["also"]) if spelling}
     assert set(service["environment"]) - {"HF_TOKEN"} <= flags
-    given = float(service["stop_grace_period"].removesuffix("s"))
-    assert given >= float(service["environment"]["GRACEFUL_TERMINATION_TIMEOUT"]) + 10
+    grace = float(service["stop_grace_period"].removesuffix("s"))
+    assert grace >= float(service["environment"]["GRACEFUL_TERMINATION_TIMEOUT"]) + 10
     assert service["read_only"]
     assert all(port.startswith("127.0.0.1:") for each in compose("compose.yaml")["services"].values() for port in each["ports"])
 
 
-def test_it_runs_shut_in_as_a_container_is(running: Running) -> None:
-    """That it has come this far is the test; here only that it was."""
-    if not running.shut_in:
+def test_server_runs_as_pid_1_without_capabilities_on_a_read_only_root(running: RunningServer) -> None:
+    """That the other tests pass in the sandbox shows that it works; this one checks that the sandbox was applied."""
+    if not running.sandboxed:
         pytest.skip("this machine can't make namespaces (unshare --user), in which the server would be shut in")
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{running.pid}/status").read_text().splitlines() if ":\t" in line)
     assert status["NSpid"].split()[-1] == "1"

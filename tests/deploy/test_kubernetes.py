@@ -1,8 +1,9 @@
-"""The manifests, as Kustomize renders them: valid by Kubernetes' own schemas, and in accord with what penstock does.
+"""The Kubernetes manifests as rendered by Kustomize: valid by Kubernetes' own schemas, and consistent with penstock's flags and
+routes.
 
-`kubectl` (or `kustomize`) renders; without one nothing here can be tested. `pip install 'penstock[deploy]'` brings Kubernetes'
-schemas. Those of Gateway API, its inference extension and LeaderWorkerSet come with their releases: PENSTOCK_CRDS names a folder
-with their CRDs.
+`kubectl` or `kustomize` renders them; without either, all tests here are skipped. `pip install 'penstock[deploy]'` installs
+Kubernetes' schemas. Those of Gateway API, its inference extension and LeaderWorkerSet come with their releases: PENSTOCK_CRDS
+names a folder with their CRDs.
 """
 
 import functools
@@ -20,29 +21,29 @@ import yaml
 from penstock.launcher import command_line, nodes, options, parts
 from penstock.router.api import probes
 from penstock.router.config import RouterConfig
-from penstock.tests.deploy import foreign, walk
+from penstock.tests.deploy import custom_resource_schemas, deploy_page
 
-FOLDER = walk.ROOT / "deploy" / "kubernetes"
+FOLDER = deploy_page.ROOT / "deploy" / "kubernetes"
 OVERLAYS = ["base", *(f"overlays/{path.name}" for path in sorted((FOLDER / "overlays").iterdir()))]
-RENDERER = walk.find("kubectl") or walk.find("kustomize")
-VERSION = "1.34"  # of Kubernetes, whose schemas are asked
-SPARE = 10  # seconds between the end of the last stream and the end of the pod
+RENDERER = deploy_page.find("kubectl") or deploy_page.find("kustomize")
+KUBERNETES_VERSION = "1.34"  # of the schemas
+SPARE_SECONDS = 10  # seconds between the end of the last stream and the end of the pod
 SECRETS = {"API_KEY", "ADMIN_KEY", "HF_TOKEN"}
-LIBRARIES = re.compile(r"NCCL_|HF_|OMP_|CUDA_|OTEL_")  # variables that are no flags of ours
-CHOOSING: dict[str, Callable[[Any], Any]] = {  # where each kind says which pods it is for
+LIBRARIES = re.compile(r"NCCL_|HF_|OMP_|CUDA_|OTEL_")  # variables that are not penstock's flags
+POD_SELECTORS: dict[str, Callable[[Any], Any]] = {  # the pod selector of each kind
     "Deployment": lambda spec: spec["selector"]["matchLabels"],
     "InferencePool": lambda spec: spec["selector"]["matchLabels"],
     "NetworkPolicy": lambda spec: spec["podSelector"]["matchLabels"],
     "PodDisruptionBudget": lambda spec: spec["selector"]["matchLabels"],
     "Service": lambda spec: spec["selector"],
 }
-FOREIGN = {  # whose schemas Kubernetes does not have
+CUSTOM_RESOURCES = {  # kinds that Kubernetes has no schema of, and an overlay with each
     "InferencePool": "overlays/gateway",
     "HTTPRoute": "overlays/gateway",
     "LeaderWorkerSet": "overlays/nodes",
 }
 WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-SEVERAL_NODES = ("overlays/nodes",)
+MULTI_NODE_OVERLAYS = ("overlays/nodes",)
 
 pytestmark = pytest.mark.skipif(
     RENDERER is None, reason="kubectl (1.27 or newer) or kustomize is needed: https://kubernetes.io/docs/tasks/tools/"
@@ -56,57 +57,58 @@ def rendered(folder: Path) -> list[Any]:
     verb = "kustomize" if RENDERER.endswith("kubectl") else "build"
     answer = subprocess.run([RENDERER, verb, str(folder)], capture_output=True, text=True, timeout=30)
     assert answer.returncode == 0, answer.stderr
-    assert answer.stderr == ""  # warnings of what is out of use
+    assert answer.stderr == ""  # no warnings of deprecated fields
     return list(yaml.safe_load_all(answer.stdout))
 
 
-def one(overlay: str, kind: str) -> Any:
+def item_of_kind(overlay: str, kind: str) -> Any:
     [found] = [item for item in rendered(FOLDER / overlay) if item["kind"] == kind]
     return found
 
 
 def pods(overlay: str) -> dict[str, Any]:
-    """Every template of pods, by its role."""
-    if overlay not in SEVERAL_NODES:
-        return {"one": one(overlay, "Deployment")["spec"]["template"]}
-    group = one(overlay, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    """Every pod template, by role."""
+    if overlay not in MULTI_NODE_OVERLAYS:
+        return {"one": item_of_kind(overlay, "Deployment")["spec"]["template"]}
+    group = item_of_kind(overlay, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
     return {"leader": group["leaderTemplate"], "worker": group["workerTemplate"]}
 
 
 def pod(overlay: str) -> Any:
-    """The one that serves HTTP."""
+    """The template of the pod that serves HTTP."""
     return next(iter(pods(overlay).values()))
 
 
-def only(template: Any) -> Any:
-    """Its container."""
+def only_container(template: Any) -> Any:
+    """A pod template's only container."""
     [found] = template["spec"]["containers"]
     return found
 
 
 def container(overlay: str) -> Any:
-    return only(pod(overlay))
+    return only_container(pod(overlay))
 
 
 def variables(overlay: str) -> dict[str, str]:
-    """What the container's environment is, but for secrets."""
-    found = one(overlay, "ConfigMap")
+    """The container's environment variables, without secrets."""
+    found = item_of_kind(overlay, "ConfigMap")
     for template in pods(overlay).values():
-        assert [source["configMapRef"]["name"] for source in only(template)["envFrom"]] == [found["metadata"]["name"]]
+        assert [source["configMapRef"]["name"] for source in only_container(template)["envFrom"]] == [found["metadata"]["name"]]
     return dict(found["data"])
 
 
-def asked(overlay: str) -> options.Options:
-    """What penstock makes of it. Certificates are files that only a pod has."""
+def parsed_options(overlay: str) -> options.Options:
+    """The options that penstock parses from command and environment. Certificates are replaced by an existing file: only a pod
+    has them."""
     arguments = container(overlay)["command"]
     assert arguments[:2] == ["penstock", "serve"]
     parser = command_line.Parser()
     command_line.add(parser)
-    here = {name: str(walk.PAGE) if name.startswith("TLS_") else value for name, value in variables(overlay).items()}
-    return command_line.parse(parser, arguments[2:], here)
+    environment = {name: str(deploy_page.PAGE) if name.startswith("TLS_") else value for name, value in variables(overlay).items()}
+    return command_line.parse(parser, arguments[2:], environment)
 
 
-def test_every_overlay_has_what_it_is_for() -> None:
+def test_each_overlay_renders_the_expected_kinds() -> None:
     always = {"ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "Service"}
     more = {
         "base": {"Deployment"},
@@ -122,38 +124,38 @@ def test_every_overlay_has_what_it_is_for() -> None:
 
 
 @each_overlay
-def test_it_is_valid(overlay: str) -> None:
+def test_overlay_is_valid_by_kubernetes_schemas(overlay: str) -> None:
     for item in rendered(FOLDER / overlay):
-        if item["kind"] not in FOREIGN:
-            assert complaint(item) == "", item["kind"]
-    for template in pods(overlay).values():  # of a kind that Kubernetes does not know
-        assert complaint({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}, "template": template}) == ""
+        if item["kind"] not in CUSTOM_RESOURCES:
+            assert validation_error(item) == "", item["kind"]
+    for template in pods(overlay).values():  # also those within custom resources
+        assert validation_error({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "a"}, "template": template}) == ""
 
 
-def complaint(item: Any) -> str:
+def validation_error(item: Any) -> str:
     validate = pytest.importorskip("kubernetes_validate", reason="pip install 'penstock[deploy]' brings Kubernetes' schemas")
     try:
-        validate.validate(item, VERSION, strict=True)
+        validate.validate(item, KUBERNETES_VERSION, strict=True)
     except validate.ValidationError as error:
         return str(error)
     return ""
 
 
-def test_a_slip_of_the_pen_is_invalid() -> None:
+def test_misspelled_field_is_invalid() -> None:
     item = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "a"}, "spec": {"maxUnavailabel": 1}}
-    assert "maxUnavailabel" in complaint(item)
+    assert "maxUnavailabel" in validation_error(item)
 
 
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_what_others_define_says_nothing_that_they_do_not_know(kind: str) -> None:
-    item = one(FOREIGN[kind], kind)
-    validator = jsonschema.Draft202012Validator(foreign.SPECS[item["apiVersion"], kind])
+@pytest.mark.parametrize("kind", CUSTOM_RESOURCES)
+def test_custom_resources_have_only_known_fields(kind: str) -> None:
+    item = item_of_kind(CUSTOM_RESOURCES[kind], kind)
+    validator = jsonschema.Draft202012Validator(custom_resource_schemas.SPECS[item["apiVersion"], kind])
     validator.validate(item["spec"])
     with pytest.raises(jsonschema.ValidationError, match="sice"):
         validator.validate({**item["spec"], "sice": 2})
 
 
-def test_what_others_define_is_valid() -> None:
+def test_custom_resources_are_valid_by_their_crds() -> None:
     if "PENSTOCK_CRDS" not in os.environ:
         pytest.skip("PENSTOCK_CRDS names no folder with the CRDs of Gateway API, its inference extension and LeaderWorkerSet")
     schemas = {}
@@ -161,34 +163,34 @@ def test_what_others_define_is_valid() -> None:
         for crd in yaml.safe_load_all(path.read_text()):
             for version in crd["spec"]["versions"] if crd and crd["kind"] == "CustomResourceDefinition" else ():
                 schemas[crd["spec"]["names"]["kind"], f"{crd['spec']['group']}/{version['name']}"] = version["schema"]
-    for item in (one(overlay, kind) for kind, overlay in FOREIGN.items()):
-        schema = closed(schemas[item["kind"], item["apiVersion"]]["openAPIV3Schema"])
+    for item in (item_of_kind(overlay, kind) for kind, overlay in CUSTOM_RESOURCES.items()):
+        schema = without_additional_properties(schemas[item["kind"], item["apiVersion"]]["openAPIV3Schema"])
         jsonschema.Draft202012Validator(schema).validate({**item, "metadata": {}})
 
 
-def closed(schema: Any) -> Any:
-    """The same, in which a field that it does not name is a fault."""
+def without_additional_properties(schema: Any) -> Any:
+    """The same schema, in which fields that it does not name are invalid."""
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [without_additional_properties(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     extra = {"additionalProperties": False} if "properties" in schema and "additionalProperties" not in schema else {}
-    return {**{key: closed(value) for key, value in schema.items()}, **extra}
+    return {**{key: without_additional_properties(value) for key, value in schema.items()}, **extra}
 
 
 @each_overlay
-def test_every_variable_is_a_flag(overlay: str) -> None:
+def test_every_variable_is_a_flag_of_penstock_serve(overlay: str) -> None:
     flags = {spelling.upper() for field in options.FIELDS.values() for spelling in (field.name, field.metadata["also"]) if spelling}
-    own = {name for name in (*variables(overlay), *SECRETS) if not LIBRARIES.match(name)}
-    assert own <= flags
-    asked(overlay)
+    variable_names = {name for name in (*variables(overlay), *SECRETS) if not LIBRARIES.match(name)}
+    assert variable_names <= flags
+    parsed_options(overlay)
 
 
 @each_overlay
-def test_secrets_come_from_a_secret(overlay: str) -> None:
+def test_secrets_come_from_a_kubernetes_secret(overlay: str) -> None:
     for role, template in pods(overlay).items():
-        entries = only(template)["env"]
-        # Only who serves HTTP needs to know the keys.
+        entries = only_container(template)["env"]
+        # Only the pod that serves HTTP needs the keys.
         assert {entry["name"] for entry in entries} == ({"HF_TOKEN"} if role == "worker" else SECRETS)
         assert all(entry["valueFrom"]["secretKeyRef"]["optional"] for entry in entries)
     assert not SECRETS & set(variables(overlay))
@@ -196,131 +198,140 @@ def test_secrets_come_from_a_secret(overlay: str) -> None:
 
 
 @each_overlay
-def test_every_selector_finds_the_pods(overlay: str) -> None:
-    labels = pod(overlay)["metadata"]["labels"] | {WORKER_INDEX: "0"}  # which LeaderWorkerSet adds
+def test_every_selector_matches_the_pods(overlay: str) -> None:
+    labels = pod(overlay)["metadata"]["labels"] | {WORKER_INDEX: "0"}  # LeaderWorkerSet adds this label
     for item in rendered(FOLDER / overlay):
-        if item["kind"] in CHOOSING:
-            wanted = CHOOSING[item["kind"]](item["spec"])
-            assert wanted
-            assert wanted.items() <= labels.items(), item["kind"]
+        if item["kind"] in POD_SELECTORS:
+            selector = POD_SELECTORS[item["kind"]](item["spec"])
+            assert selector
+            assert selector.items() <= labels.items(), item["kind"]
 
 
 @each_overlay
-def test_the_port_is_one(overlay: str) -> None:
+def test_all_manifests_use_the_same_port(overlay: str) -> None:
     [port] = container(overlay)["ports"]
-    assert port["containerPort"] == asked(overlay).port == RouterConfig(folder="", model="").port
+    assert port["containerPort"] == parsed_options(overlay).port == RouterConfig(folder="", model="").port
     assert pod(overlay)["metadata"]["annotations"]["prometheus.io/port"] == str(port["containerPort"])
-    assert one(overlay, "Service")["spec"]["ports"][0]["targetPort"] == port["name"]
-    rule, *between = one(overlay, "NetworkPolicy")["spec"]["ingress"]
+    assert item_of_kind(overlay, "Service")["spec"]["ports"][0]["targetPort"] == port["name"]
+    rule, *between = item_of_kind(overlay, "NetworkPolicy")["spec"]["ingress"]
     assert [each["port"] for each in rule["ports"]] == [port["name"]]
-    assert len(between) == (overlay in SEVERAL_NODES)
+    assert len(between) == (overlay in MULTI_NODE_OVERLAYS)
 
 
 @each_overlay
-def test_each_probe_asks_its_question(overlay: str) -> None:
+def test_each_probe_uses_its_route(overlay: str) -> None:
     routes = {"startupProbe": probes.HEALTH, "readinessProbe": probes.READY, "livenessProbe": probes.LIVE}
     for name, route in routes.items():
         assert container(overlay)[name]["httpGet"] == {"path": route, "port": container(overlay)["ports"][0]["name"]}
 
 
 @each_overlay
-def test_a_pod_has_the_time_to_end(overlay: str) -> None:
+def test_grace_period_covers_prestop_and_drain_timeout(overlay: str) -> None:
     for template in pods(overlay).values():
-        [command, seconds] = only(template)["lifecycle"]["preStop"]["exec"]["command"]
+        [command, seconds] = only_container(template)["lifecycle"]["preStop"]["exec"]["command"]
         assert command == "sleep"
-        given = template["spec"]["terminationGracePeriodSeconds"]
-        assert given >= int(seconds) + asked(overlay).graceful_termination_timeout + SPARE
-    assert SPARE >= 2 * parts.GRACE  # the router's, then the shards'
+        grace = template["spec"]["terminationGracePeriodSeconds"]
+        assert grace >= int(seconds) + parsed_options(overlay).graceful_termination_timeout + SPARE_SECONDS
+    assert SPARE_SECONDS >= 2 * parts.GRACE  # the router's grace period, then the shards'
 
 
 @each_overlay
-def test_it_may_do_nothing_that_it_need_not(overlay: str) -> None:
+def test_pods_have_no_more_rights_than_needed(overlay: str) -> None:
     for template in pods(overlay).values():
-        spec, rights = template["spec"], only(template)["securityContext"]
+        spec, security_context = template["spec"], only_container(template)["securityContext"]
         assert spec["securityContext"]["runAsNonRoot"]
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert rights == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+        assert security_context == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
         assert spec["automountServiceAccountToken"] is spec["enableServiceLinks"] is False
-        mounted = {mount["name"]: mount["mountPath"] for mount in only(template)["volumeMounts"]}
+        mounted = {mount["name"]: mount["mountPath"] for mount in only_container(template)["volumeMounts"]}
         assert {"/tmp", "/data"} <= set(mounted.values())
         assert set(mounted) == {volume["name"] for volume in spec["volumes"]}
 
 
 @each_overlay
-def test_there_is_a_gpu_for_each_rank(overlay: str) -> None:
-    ranks = (asked(overlay).num_shard or 1) * (asked(overlay).replicas or 1)
+def test_number_of_gpus_equals_the_number_of_ranks(overlay: str) -> None:
+    ranks = (parsed_options(overlay).num_shard or 1) * (parsed_options(overlay).replicas or 1)
     gpus = 0
     for role, template in pods(overlay).items():
-        own = only(template)["resources"]["limits"].get("nvidia.com/gpu", 0)
-        gpus += own * (one(overlay, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"] - 1 if role == "worker" else 1)
-        assert only(template)["image"] == ("penstock:cuda" if own else "penstock:cpu")
+        gpus_of_pod = only_container(template)["resources"]["limits"].get("nvidia.com/gpu", 0)
+        gpus += gpus_of_pod * (
+            item_of_kind(overlay, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"] - 1 if role == "worker" else 1
+        )
+        assert only_container(template)["image"] == ("penstock:cuda" if gpus_of_pod else "penstock:cpu")
         volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
-        shared = [mount for mount in only(template)["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
-        assert bool(shared) == (own > 1)
+        shared = [mount for mount in only_container(template)["volumeMounts"] if mount["mountPath"] == "/dev/shm"]
+        assert bool(shared) == (gpus_of_pod > 1)
         assert all(volumes[mount["name"]]["emptyDir"]["medium"] == "Memory" for mount in shared)
-    assert gpus == (ranks if asked(overlay).device == "cuda" else 0)
+    assert gpus == (ranks if parsed_options(overlay).device == "cuda" else 0)
 
 
-def test_pods_of_a_group_differ_in_what_http_needs() -> None:
-    leader, worker = (only(template) for template in pods("overlays/nodes").values())
-    of_http = {"ports", "startupProbe", "readinessProbe", "livenessProbe"}
-    assert of_http <= set(leader)
-    rest = {name: value for name, value in leader.items() if name not in of_http}
+def test_leader_and_worker_pods_differ_only_in_ports_probes_and_keys() -> None:
+    leader, worker = (only_container(template) for template in pods("overlays/nodes").values())
+    http_fields = {"ports", "startupProbe", "readinessProbe", "livenessProbe"}
+    assert http_fields <= set(leader)
+    rest = {name: value for name, value in leader.items() if name not in http_fields}
     assert rest | {"env": [entry for entry in leader["env"] if entry["name"] == "HF_TOKEN"]} == worker
     assert worker["command"] == ["penstock", "serve"]
 
 
-def test_a_group_knows_its_nodes_by_what_its_placer_sets() -> None:
-    """With these variables, and the settings, a pod of the group needs no flag."""
+def test_nodes_are_configured_by_leader_worker_sets_variables() -> None:
+    """With these variables and the ConfigMap, a pod of the group needs no flags."""
     parser = command_line.Parser()
     command_line.add(parser)
-    size = one("overlays/nodes", "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"]
+    size = item_of_kind("overlays/nodes", "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"]
     given = {"LWS_LEADER_ADDRESS": "penstock-nodes-0.penstock-nodes.llm", "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": "1"}
-    found, _ = nodes.settle(asked("overlays/nodes"), given)
+    found, _ = nodes.settle(parsed_options("overlays/nodes"), given)
     assert (found.nnodes, found.node_rank, found.master_addr) == (size, 1, given["LWS_LEADER_ADDRESS"])
     assert found.num_shard % size == 0
 
 
-def test_nodes_show_each_other_certificates() -> None:
+def test_node_certificates_are_mounted_from_a_secret() -> None:
     settings = variables("overlays/nodes")
     for template in pods("overlays/nodes").values():
         [volume] = [volume for volume in template["spec"]["volumes"] if "secret" in volume]
-        [mount] = [mount for mount in only(template)["volumeMounts"] if mount["name"] == volume["name"]]
+        [mount] = [mount for mount in only_container(template)["volumeMounts"] if mount["name"] == volume["name"]]
         assert volume["secret"]["secretName"] == "penstock-nodes"
         assert mount["readOnly"]
         files = {settings[name] for name in ("TLS_CERT", "TLS_KEY", "TLS_CA")}
         assert files == {f"{mount['mountPath']}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")}
-    assert not asked("overlays/nodes").insecure_nodes
+    assert not parsed_options("overlays/nodes").insecure_nodes
 
 
-def test_between_nodes_all_ports_are_open_and_nobody_else_may_come() -> None:
-    policy = one("overlays/nodes", "NetworkPolicy")["spec"]
-    mine = {"podSelector": {"matchLabels": policy["podSelector"]["matchLabels"]}}
-    assert policy["ingress"][1:] == [{"from": [mine]}]
-    assert policy["egress"][2:] == [{"to": [mine]}]
+def test_network_policy_allows_all_ports_between_nodes_and_no_other_peers() -> None:
+    policy = item_of_kind("overlays/nodes", "NetworkPolicy")["spec"]
+    own_pods = {"podSelector": {"matchLabels": policy["podSelector"]["matchLabels"]}}
+    assert policy["ingress"][1:] == [{"from": [own_pods]}]
+    assert policy["egress"][2:] == [{"to": [own_pods]}]
 
 
-def test_the_autoscaler_has_the_last_word_on_replicas() -> None:
+def test_autoscaled_deployments_set_no_replica_count() -> None:
     for overlay in ("overlays/replicas", "overlays/gateway"):
-        deployment, target = one(overlay, "Deployment"), one(overlay, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+        deployment, target = (
+            item_of_kind(overlay, "Deployment"),
+            item_of_kind(overlay, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"],
+        )
         assert "replicas" not in deployment["spec"]
         assert target == {key: deployment[key] for key in ("apiVersion", "kind")} | {"name": deployment["metadata"]["name"]}
-        assert one(overlay, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
+        assert item_of_kind(overlay, "PersistentVolumeClaim")["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-def test_the_route_leads_through_the_pool_to_the_pods() -> None:
-    pool, route = one("overlays/gateway", "InferencePool"), one("overlays/gateway", "HTTPRoute")
+def test_http_route_points_to_the_inference_pool_and_its_port() -> None:
+    pool, route = item_of_kind("overlays/gateway", "InferencePool"), item_of_kind("overlays/gateway", "HTTPRoute")
     [rule] = route["spec"]["rules"]
     group = pool["apiVersion"].partition("/")[0]
     assert rule["backendRefs"] == [{"group": group, "kind": pool["kind"], "name": pool["metadata"]["name"]}]
     assert pool["spec"]["targetPorts"] == [{"number": container("overlays/gateway")["ports"][0]["containerPort"]}]
 
 
-def test_the_page_shows_an_overlay_that_works(tmp_path: Path) -> None:
-    [block] = walk.blocks("yaml")
-    place = os.path.relpath(FOLDER, tmp_path.resolve())
+def test_example_overlay_of_the_deploy_page_renders(tmp_path: Path) -> None:
+    [block] = deploy_page.blocks("yaml")
+    relative_path = os.path.relpath(FOLDER, tmp_path.resolve())
     assert "../penstock/deploy/kubernetes" in block.text
-    (tmp_path / "kustomization.yaml").write_text(block.text.replace("../penstock/deploy/kubernetes", place))
+    (tmp_path / "kustomization.yaml").write_text(block.text.replace("../penstock/deploy/kubernetes", relative_path))
     found = {item["kind"]: item for item in rendered(tmp_path)}
     assert found["ConfigMap"]["data"]["DEVICE"] == "cuda"
     assert found["ConfigMap"]["data"]["MODEL_ID"] == "Qwen/Qwen3-4B"

@@ -1,5 +1,5 @@
-"""Prometheus itself reads the rules, the dashboard's expressions and a server that runs. Debian's package `prometheus` has both
-programs that are needed here; without them these tests are skipped.
+"""Prometheus itself checks the alert rules and the dashboard's expressions, and scrapes a running server. Debian's package
+`prometheus` has both programs that are needed; without them these tests are skipped.
 """
 
 import json
@@ -16,13 +16,13 @@ import pytest
 import yaml
 
 from penstock.launcher.machine import free_port
-from penstock.tests.deploy import promql, walk
+from penstock.tests.deploy import deploy_page, promql
 from penstock.tests.deploy.test_metrics import alerts, dashboard
 
-MONITORING = walk.ROOT / "deploy" / "monitoring"
-SOON = 20.0  # seconds until Prometheus has looked at the server
-HOW = "is not installed: apt-get install prometheus"
-needs_promtool = pytest.mark.skipif(walk.find("promtool") is None, reason=f"promtool {HOW}")
+MONITORING = deploy_page.ROOT / "deploy" / "monitoring"
+SCRAPE_TIMEOUT = 20.0  # seconds until Prometheus has scraped the server
+NOT_INSTALLED = "is not installed: apt-get install prometheus"
+needs_promtool = pytest.mark.skipif(deploy_page.find("promtool") is None, reason=f"promtool {NOT_INSTALLED}")
 
 
 def promtool(*arguments: str) -> str:
@@ -31,36 +31,36 @@ def promtool(*arguments: str) -> str:
 
 
 @needs_promtool
-def test_the_rules_fire_when_they_should() -> None:
+def test_alert_rules_pass_their_promtool_tests() -> None:
     assert promtool("check", "rules", "alerts.yml") == ""
     assert promtool("test", "rules", "alerts_test.yml") == ""
 
 
 @needs_promtool
-def test_a_wrong_threshold_is_found(tmp_path: Path) -> None:
+def test_wrong_threshold_fails_the_promtool_tests(tmp_path: Path) -> None:
     rules = (MONITORING / "alerts.yml").read_text()
     (tmp_path / "alerts.yml").write_text(rules.replace("> 0.01", "> 0.1"))
     (tmp_path / "alerts_test.yml").write_text((MONITORING / "alerts_test.yml").read_text())
     assert "PenstockFails" in promtool("test", "rules", str(tmp_path / "alerts_test.yml"))
 
 
-def plain(expression: str) -> str:
-    """Of the dashboard, with Grafana's variables filled in."""
+def without_variables(expression: str) -> str:
+    """A dashboard expression with Grafana's variables filled in."""
     return expression.replace("$__rate_interval", "1m").replace("$job", ".*").replace("$instance", ".*")
 
 
 @needs_promtool
-def test_the_expressions_of_the_dashboard_are_promql(tmp_path: Path) -> None:
-    rules = [{"record": f"panel:{number}", "expr": plain(each)} for number, each in enumerate(dashboard().values())]
+def test_dashboard_expressions_are_valid_promql(tmp_path: Path) -> None:
+    rules = [{"record": f"panel:{number}", "expr": without_variables(each)} for number, each in enumerate(dashboard().values())]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     assert promtool("check", "rules", str(tmp_path / "rules.yml")) == ""
 
 
 @pytest.fixture(scope="module")
 def prometheus(server: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a Prometheus with our settings, which looks at a server of ours once a second."""
-    if walk.find("prometheus") is None:
-        pytest.skip(f"prometheus {HOW}")
+    """The URL of a Prometheus with our settings, which scrapes a server once a second."""
+    if deploy_page.find("prometheus") is None:
+        pytest.skip(f"prometheus {NOT_INSTALLED}")
     folder = tmp_path_factory.mktemp("prometheus")
     settings = (MONITORING / "prometheus.yml").read_text()
     assert "penstock:3000" in settings
@@ -78,13 +78,13 @@ def prometheus(server: int, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             process.wait(10)
 
 
-def ask(url: str, **values: str) -> Any:
-    """What Prometheus has to say; None while it does not answer."""
+def query(url: str, **values: str) -> Any:
+    """The data of Prometheus' response; None while it is starting."""
     try:
         with urllib.request.urlopen(f"{url}?{urllib.parse.urlencode(values)}", timeout=10) as answer:
             return json.load(answer)["data"]
     except urllib.error.HTTPError as error:
-        if error.code == 503:  # it starts
+        if error.code == 503:  # it is starting
             return None
         raise AssertionError(error.read()) from None
     except OSError:
@@ -98,25 +98,25 @@ def generate(server: int) -> None:
         assert answer.status == 200
 
 
-def test_prometheus_scrapes_a_server(prometheus: str, server: int) -> None:
+def test_prometheus_scrapes_a_server_and_evaluates_all_expressions(prometheus: str, server: int) -> None:
     generate(server)
-    deadline = time.monotonic() + SOON
+    deadline = time.monotonic() + SCRAPE_TIMEOUT
     targets: list[Any] = []
     while not targets or targets[0]["health"] != "up":
         assert time.monotonic() < deadline, targets
         time.sleep(0.05)
-        targets = (ask(f"{prometheus}/targets") or {"activeTargets": []})["activeTargets"]
+        targets = (query(f"{prometheus}/targets") or {"activeTargets": []})["activeTargets"]
     assert targets[0]["labels"]["job"] == "penstock"
-    seen = set(ask(f"{prometheus}/label/__name__/values"))
+    scraped = set(query(f"{prometheus}/label/__name__/values"))
     optional = {"tgi_request_failure"}  # has no sample before the first failure
     optional |= {f"penstock_{name}_total" for name in ("placements", "placement_hit_tokens")}  # with one replica
     optional |= {f"penstock_{name}_total" for name in ("drafted_positions", "accepted_positions", "speculation_steps")}
-    for place, expression in {**dashboard(), **alerts()}.items():
-        assert promql.names(expression) - optional <= seen, place
-        ask(f"{prometheus}/query", query=plain(expression))
-    [group] = ask(f"{prometheus}/rules")["groups"]
+    for expression_name, expression in {**dashboard(), **alerts()}.items():
+        assert promql.names(expression) - optional <= scraped, expression_name
+        query(f"{prometheus}/query", query=without_variables(expression))
+    [group] = query(f"{prometheus}/rules")["groups"]
     assert {rule["name"] for rule in group["rules"]} == set(alerts())
-    [alive] = ask(f"{prometheus}/query", query='up{job="penstock"}')["result"]
-    assert alive["value"][1] == "1"
-    [made] = ask(f"{prometheus}/query", query="penstock_generated_tokens_total")["result"]
-    assert float(made["value"][1]) >= 8
+    [up] = query(f"{prometheus}/query", query='up{job="penstock"}')["result"]
+    assert up["value"][1] == "1"
+    [generated_tokens] = query(f"{prometheus}/query", query="penstock_generated_tokens_total")["result"]
+    assert float(generated_tokens["value"][1]) >= 8

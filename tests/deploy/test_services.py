@@ -1,4 +1,6 @@
-"""The unit of systemd and the script of Slurm: read by their own tools where these are there, and in accord with the launcher."""
+"""The systemd units, Slurm scripts and certificate script: checked by their own tools if these are installed, and consistent
+with the launcher's flags.
+"""
 
 import os
 import re
@@ -12,83 +14,83 @@ import pytest
 from penstock.launcher import command_line, options, parts
 from penstock.proto import certificates
 from penstock.proto.certificates import Certificates
-from penstock.tests.deploy import walk
+from penstock.tests.deploy import deploy_page
 
-UNIT = walk.ROOT / "deploy" / "systemd" / "penstock.service"
-OF_NODES = UNIT.with_name("nodes.conf")
-SLURM = walk.ROOT / "deploy" / "slurm"
-SCRIPT, SCRIPT_OF_NODES = SLURM / "penstock.sbatch", SLURM / "penstock-nodes.sbatch"
-CERTIFICATES = walk.ROOT / "deploy" / "tls" / "certificates.sh"
-needs_openssl = pytest.mark.skipif(walk.find("openssl") is None, reason="openssl is not installed: apt-get install openssl")
+UNIT = deploy_page.ROOT / "deploy" / "systemd" / "penstock.service"
+NODES_UNIT = UNIT.with_name("nodes.conf")
+SLURM = deploy_page.ROOT / "deploy" / "slurm"
+SBATCH, NODES_SBATCH = SLURM / "penstock.sbatch", SLURM / "penstock-nodes.sbatch"
+CERTIFICATES = deploy_page.ROOT / "deploy" / "tls" / "certificates.sh"
+needs_openssl = pytest.mark.skipif(deploy_page.find("openssl") is None, reason="openssl is not installed: apt-get install openssl")
 
 
-def settings() -> dict[str, str]:
-    """Of the unit; the last of each name."""
+def unit_settings() -> dict[str, str]:
+    """The settings of the unit; the last of each name counts."""
     return dict(line.split("=", 1) for line in UNIT.read_text().splitlines() if re.match(r"\w+=", line))
 
 
-def check_flags(arguments: list[str], environment: dict[str, str]) -> options.Options:
+def parse_flags(arguments: list[str], environment: dict[str, str]) -> options.Options:
     parser = command_line.Parser()
     command_line.add(parser)
     return command_line.parse(parser, arguments, environment)
 
 
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
-    if walk.find("systemd-analyze") is None:
+def test_systemd_analyze_accepts_the_units_and_finds_misspelled_settings(tmp_path: Path) -> None:
+    if deploy_page.find("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed: apt-get install systemd")
-    text, more = UNIT.read_text(), OF_NODES.read_text()
-    wrong = (
+    text, nodes_text = UNIT.read_text(), NODES_UNIT.read_text()
+    misspelled = (
         (text.replace("KillMode=", "KilMode="), "KilMode"),
-        (text + more.replace("LoadCredential=", "LoadCredental="), "Credental"),
+        (text + nodes_text.replace("LoadCredential=", "LoadCredental="), "Credental"),
     )
-    for content, expected in ((text, ""), (text + more, ""), *wrong):
-        # The program is not installed here, which systemd would complain about.
+    for content, expected in ((text, ""), (text + nodes_text, ""), *misspelled):
+        # systemd would report that the program is not installed here.
         (tmp_path / "penstock.service").write_text(re.sub("^ExecStart=.*", "ExecStart=/bin/true", content, flags=re.MULTILINE))
         command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / "penstock.service")]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=30).stderr
-        mine = "".join(line for line in said.splitlines() if "penstock.service" in line)
-        assert (expected in mine) if expected else mine == ""
+        messages = subprocess.run(command, capture_output=True, text=True, timeout=30).stderr
+        own_messages = "".join(line for line in messages.splitlines() if "penstock.service" in line)
+        assert (expected in own_messages) if expected else own_messages == ""
 
 
-def test_the_unit_fits_the_launcher() -> None:
-    unit = settings()
+def test_unit_uses_existing_flags_and_allows_enough_time_to_drain() -> None:
+    unit = unit_settings()
     program, command, *arguments = unit["ExecStart"].split()
     assert (Path(program).name, command) == ("penstock", "serve")
     environment = dict(word.split("=", 1) for word in unit["Environment"].split())
-    asked = check_flags(arguments, environment)
+    parsed = parse_flags(arguments, environment)
     assert "GRACEFUL_TERMINATION_TIMEOUT" in environment
-    assert float(unit["TimeoutStopSec"]) > asked.graceful_termination_timeout + 2 * parts.GRACE
+    assert float(unit["TimeoutStopSec"]) > parsed.graceful_termination_timeout + 2 * parts.GRACE
     assert unit["KillMode"] == "mixed"  # the launcher alone gets SIGTERM
-    assert unit["RestartPreventExitStatus"] == "2"  # as launcher/cli.py ends on a mistake
+    assert unit["RestartPreventExitStatus"] == "2"  # launcher/cli.py's exit code for invalid settings
     assert environment["HF_HOME"] == f"/var/cache/{unit['CacheDirectory']}"
 
 
-def test_the_unit_of_a_node_names_its_certificates() -> None:
-    lines = [line.split("=", 1) for line in OF_NODES.read_text().splitlines() if re.match(r"\w+=", line)]
+def test_nodes_unit_passes_its_loaded_credentials_as_tls_files() -> None:
+    lines = [line.split("=", 1) for line in NODES_UNIT.read_text().splitlines() if re.match(r"\w+=", line)]
     loaded = {f"%d/{value.partition(':')[0]}" for name, value in lines if name == "LoadCredential"}
     [environment] = [dict(word.split("=", 1) for word in value.split()) for name, value in lines if name == "Environment"]
     assert set(environment) == {"TLS_CERT", "TLS_KEY", "TLS_CA"}
     assert set(environment.values()) == loaded
 
 
-@pytest.mark.parametrize("script", [SCRIPT, SCRIPT_OF_NODES, CERTIFICATES], ids=lambda script: script.name)
-def test_the_shell_scripts_are_clean(script: Path) -> None:
-    linter = walk.find("shellcheck")
+@pytest.mark.parametrize("script", [SBATCH, NODES_SBATCH, CERTIFICATES], ids=lambda script: script.name)
+def test_shellcheck_accepts_the_shell_scripts(script: Path) -> None:
+    linter = deploy_page.find("shellcheck")
     if linter is None:
         pytest.skip("shellcheck is not installed: pip install 'penstock[deploy]' brings it")
     answer = subprocess.run([linter, str(script)], capture_output=True, text=True, timeout=30)
     assert answer.stdout + answer.stderr == ""
 
 
-def job(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs it as Slurm would, but for `srun`: that writes what it is told."""
+def run_job(script: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script with Slurm's variables and a fake `srun`, which prints its arguments and writes its environment to a file."""
     srun = folder / "srun"
     srun.write_text(
         '#!/bin/sh\nprintf "%s\\n" "$@"\nenv | grep -E "^(PORT|API_KEY|MODEL_ID|GRACEFUL|CORS|MASTER|TLS)" > "$OUT"\n'
         'if [ -n "${TLS_KEY:-}" ]; then stat -c %a "$TLS_KEY" "${TLS_KEY%/*}" > "$OUT.modes"; fi\n'
     )
     srun.chmod(srun.stat().st_mode | stat.S_IXUSR)
-    given = {
+    slurm_environment = {
         "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "4711",
         "SLURM_NNODES": "2",
@@ -98,60 +100,60 @@ def job(script: Path, folder: Path, **environment: str) -> subprocess.CompletedP
     }
     return subprocess.run(
         ["bash", str(script)],
-        env={**given, "OUT": str(folder / "environment"), **environment},
+        env={**slurm_environment, "OUT": str(folder / "environment"), **environment},
         capture_output=True,
         text=True,
         timeout=30,
     )
 
 
-def told(folder: Path) -> dict[str, str]:
-    """What of its environment the step got."""
+def step_environment(folder: Path) -> dict[str, str]:
+    """The environment variables that the fake srun wrote."""
     return dict(line.split("=", 1) for line in (folder / "environment").read_text().splitlines())
 
 
-def test_the_job_starts_a_server_with_flags_that_exist(tmp_path: Path) -> None:
-    answer = job(SCRIPT, tmp_path, API_KEY="secret", MODEL_ID="some/model")
+def test_slurm_job_starts_a_server_with_valid_flags(tmp_path: Path) -> None:
+    answer = run_job(SBATCH, tmp_path, API_KEY="secret", MODEL_ID="some/model")
     assert answer.returncode == 0, answer.stderr
     address, *words = answer.stdout.splitlines()
-    asked = check_flags(words[words.index("serve") + 1 :], told(tmp_path))
-    assert (asked.num_shard, asked.model_id, asked.port) == (4, "some/model", 24711)
-    assert address.endswith(f":{asked.port}")
+    parsed = parse_flags(words[words.index("serve") + 1 :], step_environment(tmp_path))
+    assert (parsed.num_shard, parsed.model_id, parsed.port) == (4, "some/model", 24711)
+    assert address.endswith(f":{parsed.port}")
 
 
 @needs_openssl
-def test_the_job_of_several_nodes_brings_its_own_certificates(tmp_path: Path) -> None:
-    (tmp_path / "deploy").symlink_to(walk.ROOT / "deploy")
-    answer = job(SCRIPT_OF_NODES, tmp_path, API_KEY="secret", MODEL_ID="some/model")
+def test_multi_node_slurm_job_creates_and_removes_its_certificates(tmp_path: Path) -> None:
+    (tmp_path / "deploy").symlink_to(deploy_page.ROOT / "deploy")
+    answer = run_job(NODES_SBATCH, tmp_path, API_KEY="secret", MODEL_ID="some/model")
     assert answer.returncode == 0, answer.stderr
-    environment = told(tmp_path)
+    environment = step_environment(tmp_path)
     files = {name: Path(environment.pop(name)) for name in ("TLS_CERT", "TLS_KEY", "TLS_CA")}
     words = answer.stdout.splitlines()
-    asked = check_flags(words[words.index("serve") + 1 :], environment)
-    assert (asked.num_shard, asked.port, asked.master_port) == (8, 24711, 44711)
+    parsed = parse_flags(words[words.index("serve") + 1 :], environment)
+    assert (parsed.num_shard, parsed.port, parsed.master_port) == (8, 24711, 44711)
     assert (tmp_path / "environment.modes").read_text().split() == ["600", "700"]
     assert {path.name for path in files.values()} == {"tls.crt", "tls.key", "ca.crt"}
-    assert not any(path.parent.exists() for path in files.values())  # gone with the job
+    assert not any(path.parent.exists() for path in files.values())  # removed at the job's end
 
 
 @needs_openssl
-def test_the_certificates_are_good_for_both_sides(tmp_path: Path) -> None:
-    """Whoever has one of the same authority is let in, a stranger is not, and the name is the one that penstock asks for."""
-    ours, strange = tmp_path / "ours", tmp_path / "strange"
-    for folder in (ours, strange):
+def test_certificates_of_one_authority_are_accepted_and_foreign_ones_and_names_refused(tmp_path: Path) -> None:
+    """The script's certificates work for both sides of a connection, and are issued for the name that penstock verifies."""
+    ours, foreign = tmp_path / "ours", tmp_path / "strange"
+    for folder in (ours, foreign):
         subprocess.run(["sh", str(CERTIFICATES), str(folder)], check=True, timeout=30)
         assert sorted(path.name for path in folder.iterdir()) == ["ca.crt", "tls.crt", "tls.key"]
     assert shake_hands(ours, ours, certificates.NAME) == ""
-    assert "certificate verify failed" in shake_hands(ours, strange, certificates.NAME)
+    assert "certificate verify failed" in shake_hands(ours, foreign, certificates.NAME)
     assert "Hostname mismatch" in shake_hands(ours, ours, "elsewhere")
 
 
 def shake_hands(one: Path, other: Path, name: str) -> str:
-    """A server with the certificates of `one`, a client with those of `other`: what goes wrong."""
+    """The TLS error between a server with the certificates of `one` and a client with those of `other`; empty if there is none."""
     paths = [[str(folder / name) for name in ("tls.crt", "tls.key", "ca.crt")] for folder in (one, other)]
     server, client = Certificates(*paths[0]).server(), Certificates(*paths[1]).client()
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = [client.wrap_bio(back, there, server_hostname=name), server.wrap_bio(there, back, server_side=True)]
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [client.wrap_bio(to_client, to_server, server_hostname=name), server.wrap_bio(to_server, to_client, server_side=True)]
     for _ in range(4):
         for side in sides:
             try:
@@ -163,11 +165,11 @@ def shake_hands(one: Path, other: Path, name: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("script", [SCRIPT, SCRIPT_OF_NODES], ids=lambda script: script.name)
-def test_the_job_wants_a_key_and_has_time_to_drain(script: Path, tmp_path: Path) -> None:
-    answer = job(script, tmp_path, MODEL_ID="some/model")
+@pytest.mark.parametrize("script", [SBATCH, NODES_SBATCH], ids=lambda script: script.name)
+def test_slurm_jobs_require_an_api_key_and_signal_early_enough_to_drain(script: Path, tmp_path: Path) -> None:
+    answer = run_job(script, tmp_path, MODEL_ID="some/model")
     assert answer.returncode != 0
     assert "API_KEY" in answer.stderr
-    [signalled] = re.findall(r"--signal=TERM@(\d+)", script.read_text())
-    [drains] = re.findall(r"GRACEFUL_TERMINATION_TIMEOUT=(\d+)", script.read_text())
-    assert int(signalled) >= int(drains) + 2 * parts.GRACE
+    [signal_seconds] = re.findall(r"--signal=TERM@(\d+)", script.read_text())
+    [drain_seconds] = re.findall(r"GRACEFUL_TERMINATION_TIMEOUT=(\d+)", script.read_text())
+    assert int(signal_seconds) >= int(drain_seconds) + 2 * parts.GRACE

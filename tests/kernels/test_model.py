@@ -38,7 +38,7 @@ from penstock.shard.speculator import Speculator
 from penstock.tests.kernels import sanitizer
 from penstock.tests.shard import configurations, packing, test_invariance, test_quantized, tiny
 from penstock.tests.shard.driver import Driver, OverlappingEngine, Results, Traffic, drive, message
-from penstock.tests.shard.test_weights import decoder
+from penstock.tests.shard.test_weights import load_decoder
 
 # The results of padding are undefined, and not used.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
@@ -215,7 +215,7 @@ def test_fused_products_of_few_rows_generate_the_reference_tokens(name: str, spl
     norms = []
     norm = operations.add_rms_norm
     monkeypatch.setattr(stream, "add_rms_norm", lambda x, *given: norms.append(x.shape) or norm(x, *given))
-    found = run_groups(tiny.engine_of(name, Ranks(0, 1, tiny.DEVICE), 4, PAGES))
+    found = run_groups(tiny.rank_engine(name, Ranks(0, 1, tiny.DEVICE), 4, PAGES))
     assert found.tokens == expected.tokens
     added = {"add"} if name not in (GEMMA4, OLMO3) else set()  # which have a norm before the residual sum
     assert {option for _, *names in calls for option in names} == {"gains", "epsilon", "gated", "gelu"} | added
@@ -392,10 +392,10 @@ def test_fp4_checkpoints_compute_logits_as_close_as_bfloat16_ones(form: str, tmp
     the dequantized checkpoint in bfloat16."""
     quantized, dequantized = packing.checkpoints("words-wide", form, tmp_path)
     tokens = tuple(range(3, 15))
-    expected = test_quantized.logits(decoder(dequantized), tokens)
-    rounded = test_quantized.logits(decoder(dequantized, dtype="bfloat16"), tokens)
+    expected = test_quantized.logits(load_decoder(dequantized), tokens)
+    rounded = test_quantized.logits(load_decoder(dequantized, dtype="bfloat16"), tokens)
     dispatch.force("triton")
-    model = decoder(quantized, dtype="bfloat16")
-    assert len(test_quantized.few_bits(model)) == 4
+    model = load_decoder(quantized, dtype="bfloat16")
+    assert len(test_quantized.quantized_weights(model)) == 4
     found = test_quantized.logits(model, tokens)
     assert (found - expected).norm() < 1.5 * (rounded - expected).norm()

@@ -690,9 +690,9 @@ def test_early_launched_kernels_are_compiled_for_every_gpu_that_launches_kernels
 
 def test_compilations_have_unique_names_and_all_kernel_parameters() -> None:
     found = paged_attention.compilations()
-    assert len({compilation.name for compilation in found}) == len(found)
-    for compilation in found:
-        assert [*compilation.signature, *compilation.constants] == list(compilation.kernel.arg_names)
+    assert len({one.name for one in found}) == len(found)
+    for one in found:
+        assert [*one.signature, *one.constants] == list(one.kernel.arg_names)
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_unknown_or_failed_gpus_are_reported(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("visible", ["0,0", "0,1,0", "GPU-aa11,GPU-aa11"])
 def test_cuda_visible_devices_that_names_a_gpu_twice_is_reported(tmp_path: Path, visible: str) -> None:
-    write_fake_nvidia_smi(tmp_path, WHOLE)
+    write_fake_nvidia_smi(tmp_path, WITHOUT_MIG)
     found = nvidia.find({"CUDA_VISIBLE_DEVICES": visible})
     assert (found.memory, "names a GPU twice" in found.obstacle) == ((), True)
 
@@ -132,13 +132,15 @@ def test_gpu_without_nvidia_smi_is_reported(tmp_path: Path, monkeypatch: pytest.
 
 def test_ranks_get_the_other_gpus_by_uuid_when_one_has_failed(tmp_path: Path) -> None:
     """By number they would get the failed one."""
-    write_fake_nvidia_smi(tmp_path, "0, GPU-aa11, [GPU is lost], [N/A]\n" + WHOLE.splitlines()[1] + "\n2, GPU-cc33, 7168, [N/A]\n")
+    write_fake_nvidia_smi(
+        tmp_path, "0, GPU-aa11, [GPU is lost], [N/A]\n" + WITHOUT_MIG.splitlines()[1] + "\n2, GPU-cc33, 7168, [N/A]\n"
+    )
     found = nvidia.find({})
     assert (found.memory, found.uuids) == ((9 * GIB, 7 * GIB), ("GPU-bb22", "GPU-cc33"))
     assert nvidia.find({"CUDA_VISIBLE_DEVICES": "2,1"}).uuids == ()
     assert nvidia.find({"CUDA_VISIBLE_DEVICES": "2,0"}).uuids == ("GPU-cc33",)
     write_fake_nvidia_smi(
-        tmp_path, WHOLE.splitlines()[1] + "\nUnable to determine the device handle for GPU 0000:0B:00.0: Unknown Error\n"
+        tmp_path, WITHOUT_MIG.splitlines()[1] + "\nUnable to determine the device handle for GPU 0000:0B:00.0: Unknown Error\n"
     )
     found = nvidia.find({})
     assert (found.memory, found.uuids) == ((9 * GIB,), ("GPU-bb22",))

@@ -15,7 +15,7 @@ from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.proto import images, rpc
 
-from ..shard.seeing import made
+from ..shard.vision_models import make_model
 
 MACHINE = Machine(cores=2, memory=1 << 30, fast_bfloat16=False)
 
@@ -23,7 +23,7 @@ MACHINE = Machine(cores=2, memory=1 << 30, fast_bfloat16=False)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_folder = tmp_path_factory.mktemp("model")
-    made("Qwen2_5_VL", model_folder)
+    make_model("Qwen2_5_VL", model_folder)
     (model_folder / "tokenizer.json").write_text("{}")
     return model_folder
 

@@ -1,4 +1,4 @@
-"""What holds for the router's tests."""
+"""Fixtures of the router's tests: worker processes are reused between tests."""
 
 from typing import ClassVar
 
@@ -6,11 +6,11 @@ import pytest
 
 from penstock.router import grammar, pixels, rendering, worker_processes
 
-PLACES = grammar, pixels, rendering  # which work in processes of their own
+MODULES_WITH_WORKERS = grammar, pixels, rendering  # which start worker processes
 
 
-class Kept(worker_processes.WorkerProcesses):
-    """Takes over the processes that others have left: to start one takes seconds where transformers has to be imported."""
+class ReusedWorkerProcesses(worker_processes.WorkerProcesses):
+    """Takes over idle processes of earlier tests: starting one takes seconds where transformers has to be imported."""
 
     _left: ClassVar[dict[str, list[worker_processes._Process]]] = {}
 
@@ -22,11 +22,11 @@ class Kept(worker_processes.WorkerProcesses):
 
 @pytest.fixture
 def own_processes() -> None:
-    """For tests that look at processes, or change what these have read."""
+    """For tests that inspect worker processes, or change files that these have read: they get new ones."""
 
 
 @pytest.fixture(autouse=True)
-def _kept_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _reuse_worker_processes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "own_processes" not in request.fixturenames:
-        for place in PLACES:
-            monkeypatch.setattr(place, "WorkerProcesses", Kept)
+        for module in MODULES_WITH_WORKERS:
+            monkeypatch.setattr(module, "WorkerProcesses", ReusedWorkerProcesses)

@@ -1,6 +1,6 @@
-"""Stands where the batcher stands, in front of the real HTTP application: says the tokens that a test has written down.
+"""A fake batcher behind the real HTTP application: it generates the text that a test has set.
 
-Also the small tokenizer of the API's tests, and the server and client around it.
+Also a small tokenizer for tests of the API, and the server with a client.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% i
 
 
 def make_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
-    """A token per byte; <s> is put in front, </s> ends. template: of chats."""
+    """A token per byte; <s> is put in front, </s> ends. template: for chats."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {name: index for index, name in enumerate(["<s>", "</s>", *alphabet])}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
@@ -58,38 +58,38 @@ def make_tokenizer(folder: Path, template: str = TEMPLATE) -> Tokenizer:
 
 @dataclass
 class FakeBatcher:
-    """Answers every request with `says`, as a shard would: it ends at </s>, at a stop string, at max_new_tokens."""
+    """Answers every request with the text `generates`, like a shard: it ends at </s>, at a stop string, or after max_new_tokens."""
 
     tokenizer: Tokenizer
-    says: str = "Hello you</s>"
+    generates: str = "Hello you</s>"
     ready: bool = True
     stage: str = "ready"
     limits: Limits | None = LIMITS
-    refuses: Failure | None = None  # at the first item
-    breaks: tuple[int, Failure] | None = None  # after so many tokens
-    pace: asyncio.Semaphore | None = None  # a permit for each token
+    fails_with: Failure | None = None  # raised instead of the first item
+    fails_after: tuple[int, Failure] | None = None  # raised after that many tokens
+    token_permits: asyncio.Semaphore | None = None  # one permit for each token
     logprob: float = -0.5
-    cached: int = 0  # tokens of every prompt
-    finds: int = 1 << 30  # answers, at most, where beams are searched
+    cached: int = 0  # cached tokens of every prompt
+    max_beams_found: int = 1 << 30  # maximum number of answers of a beam search
     requests: list[Request] = field(default_factory=list)
     opened: int = 0
     closed: int = 0
-    told: int = 0  # tokens that left
+    tokens_sent: int = 0  # by all streams
 
     def submit(self, request: Request, sink: Sink | None = None) -> AsyncGenerator[list[Item], None]:
         self.requests.append(request)
-        return self._untaken(request, sink)
+        return self._not_taken_by_sink(request, sink)
 
-    async def _untaken(self, request: Request, sink: Sink | None) -> AsyncGenerator[list[Item], None]:
+    async def _not_taken_by_sink(self, request: Request, sink: Sink | None) -> AsyncGenerator[list[Item], None]:
         async with aclosing(self._items(request)) as lists:
             async for items in lists:
                 if sink is None or not sink(items):
                     yield items
 
     async def _items(self, request: Request) -> AsyncGenerator[list[Item], None]:
-        """The choices in turn, each a token later than the one before; later ones are less probable."""
-        if self.refuses is not None:
-            raise self.refuses
+        """The choices' tokens in turn, one of each; later choices are less probable."""
+        if self.fails_with is not None:
+            raise self.fails_with
         if not self.ready:
             raise NotReady(self.stage)
         self.opened += 1
@@ -101,20 +101,20 @@ class FakeBatcher:
                 return
             texts = [self._text(request) for _ in range(request.choices)]
             answers = [
-                self.tokenizer.encode(says, add_special_tokens=False)[: request.max_new_tokens] for says in self._says(request)
+                self.tokenizer.encode(answer, add_special_tokens=False)[: request.max_new_tokens] for answer in self._texts(request)
             ]
-            going = dict(enumerate(answers))
+            unfinished = dict(enumerate(answers))
             for count in range(1, request.max_new_tokens + 1):
-                await self._turn(count)
+                await self._wait_or_fail(count)
                 if count == 1:
                     yield [self._prompt(request)]
-                for choice, ids in list(going.items()):
+                for choice, ids in list(unfinished.items()):
                     piece = texts[choice].push(id := ids[count - 1])
-                    self.told += 1
+                    self.tokens_sent += 1
                     logprob = self.logprob * (1 + choice)
                     special = self.tokenizer.is_special(id)
                     token = Token(id, piece.text, piece.delta, logprob, special, self._top(request.top_n), choice)
-                    reason = self._reason(request, id, count, bool(piece.stop))
+                    reason = self._finish_reason(request, id, count, bool(piece.stop))
                     if reason:
                         delta = texts[choice].end()
                         speculation = Speculation(3 * count, 2 * count, count) if request.drafts else None
@@ -122,66 +122,66 @@ class FakeBatcher:
                             token,
                             Finish(reason, texts[choice].text, delta, count, 0.25, 0.5, choice, None, speculation, piece.stop),
                         ]
-                        del going[choice]
+                        del unfinished[choice]
                     else:
                         yield [token]
-                if not going:
+                if not unfinished:
                     return
-            raise AssertionError("`says` must be as long as max_new_tokens, or end")
+            raise AssertionError("`generates` must be as long as max_new_tokens, or end")
         finally:
             self.closed += 1
 
     async def _search(self, request: Request) -> AsyncGenerator[list[Item], None]:
-        """`says`, then the same with a number before its end: what they share as it grows, of the best; the others come whole."""
-        found = [self._found(request, choice) for choice in range(min(request.choices, self.finds))]
+        """The text `generates`, and variants with a number before their end: tokens that they share one by one, then the rest."""
+        found = [self._found(request, choice) for choice in range(min(request.choices, self.max_beams_found))]
         longest = max(len(tokens) for tokens, _ in found)
         shared = next(
             (
-                place
-                for place, tokens in enumerate(zip(*(own for own, _ in found), strict=False))
+                position
+                for position, tokens in enumerate(zip(*(tokens_of_one for tokens_of_one, _ in found), strict=False))
                 if len({t.id for t in tokens}) > 1
             ),
             longest - 1,
         )
         for count in range(1, longest + 1):
-            await self._turn(count)
+            await self._wait_or_fail(count)
             items: list[Item] = [self._prompt(request)] if count == 1 else []
             items += [self._grown(request, found[0][0], count)] if request.beams and request.beams.watched else []
             items += found[0][0][count - 1 : count] if count <= shared else []
             if count == longest:
                 for tokens, finish in found:
                     items += [*(tokens if finish.choice else tokens[shared:]), finish]
-            self.told += sum(isinstance(item, Token) for item in items)
+            self.tokens_sent += sum(isinstance(item, Token) for item in items)
             if items:
                 yield items
 
     def _found(self, request: Request, choice: int) -> tuple[list[Token], Finish]:
-        """An answer of beam search, whole. Later ones have more probable tokens: by the mean they would be first."""
-        says, number = self.says, str(choice) if choice else ""
-        says = says.removesuffix("</s>") + number + "</s>" * says.endswith("</s>")
+        """A whole answer of a beam search. Later ones have more probable tokens: by mean log-probability they would be first."""
+        answer, number = self.generates, str(choice) if choice else ""
+        answer = answer.removesuffix("</s>") + number + "</s>" * answer.endswith("</s>")
         tokens: list[Token] = []
         text = self._text(request)
-        for count, id in enumerate(self.tokenizer.encode(says, add_special_tokens=False), 1):
+        for count, id in enumerate(self.tokenizer.encode(answer, add_special_tokens=False), 1):
             piece = text.push(id)
             special = self.tokenizer.is_special(id)
             logprob = self.logprob / (1 + choice)
             tokens.append(Token(id, piece.text, piece.delta, logprob, special, self._top(request.top_n), choice))
-            reason = self._reason(request, id, count, bool(piece.stop))
+            reason = self._finish_reason(request, id, count, bool(piece.stop))
             if reason:
                 delta = text.end()
                 return tokens, Finish(reason, text.text, delta, count, 0.25, 0.5, choice, -0.25 * (1 + choice))
-        raise AssertionError("`says` must be as long as max_new_tokens, or end")
+        raise AssertionError("`generates` must be as long as max_new_tokens, or end")
 
     def _grown(self, request: Request, best: list[Token], count: int) -> Grown:
-        """The best answer is the second beam, from the second step on; the first says the same, and continues another."""
+        """From the second step on the best answer is the second beam; the first has the same token, but another parent."""
         assert request.beams is not None
         last = request.beams.width - 1
         id = best[count - 1].id if count < len(best) else 100
         parents = [last, min(count - 2, 1), *range(1, last)] if count > 1 else [0] * (last + 1)
         ids = [id, id if count > 1 else 2, *range(3, 2 + last)]
         beams = tuple(
-            Beam(parent, id, self.tokenizer.token_text(id), -0.5 * count - place)
-            for place, (parent, id) in enumerate(zip(parents, ids, strict=True))
+            Beam(parent, id, self.tokenizer.token_text(id), -0.5 * count - rank)
+            for rank, (parent, id) in enumerate(zip(parents, ids, strict=True))
         )
         return Grown(beams, (Beam(1, best[-1].id, best[-1].text, -0.25),) if count == len(best) else ())
 
@@ -193,21 +193,21 @@ class FakeBatcher:
         top = tuple((id, -0.5 - id) for id in range(2, 2 + request.prompt_top_n))
         return Prompt((None, *[-1.0] * scored) if request.prompt_logprobs else (), top * scored, self.cached)
 
-    def _says(self, request: Request) -> list[str]:
-        """One text for each choice: the same with its number in front, but for the first."""
-        return [self.says if not choice else f"{choice}{self.says}" for choice in range(request.choices)]
+    def _texts(self, request: Request) -> list[str]:
+        """One text for each choice: all but the first begin with the choice's number."""
+        return [self.generates if not choice else f"{choice}{self.generates}" for choice in range(request.choices)]
 
-    async def _turn(self, count: int) -> None:
+    async def _wait_or_fail(self, count: int) -> None:
         await asyncio.sleep(0)
-        if self.breaks is not None and count > self.breaks[0]:
-            raise self.breaks[1]
-        if self.pace is not None:
-            await self.pace.acquire()
+        if self.fails_after is not None and count > self.fails_after[0]:
+            raise self.fails_after[1]
+        if self.token_permits is not None:
+            await self.token_permits.acquire()
 
     def _top(self, count: int) -> tuple[Alternative, ...]:
         return tuple(Alternative(id, self.tokenizer.token_text(id), -1.0 - id, False) for id in range(2, 2 + count))
 
-    def _reason(self, request: Request, id: int, count: int, stopped: bool) -> str:
+    def _finish_reason(self, request: Request, id: int, count: int, stopped: bool) -> str:
         if stopped:
             return "stop_sequence"
         if id in request.end_ids:
@@ -218,7 +218,7 @@ class FakeBatcher:
 @dataclass
 class FakeMetrics:
     failures: list[str] = field(default_factory=list)
-    looks: int = 0  # at samples
+    samplings: int = 0  # calls of `samples`
 
     def turned_away(self, kind: str) -> None:
         self.failures.append(kind)
@@ -233,13 +233,13 @@ class FakeMetrics:
         return b"tgi_queue_size 0\n"
 
     def samples(self, names: Sequence[str]) -> dict[str, float]:
-        self.looks += 1
-        return {name: float(place) for place, name in enumerate(names)}
+        self.samplings += 1
+        return {name: float(index) for index, name in enumerate(names)}
 
 
 @dataclass
 class Server:
-    """The application, served, and a client that talks to it."""
+    """The served application, and a client for it."""
 
     batcher: FakeBatcher
     metrics: FakeMetrics
@@ -258,7 +258,7 @@ class Server:
             return response.status, await response.read(), response
 
     async def events(self, path: str, body: object) -> list[Any]:
-        """All events of a stream; "[DONE]" as a string. Fails on anything that is no `data: ` line with a blank line behind."""
+        """All events of a stream; "[DONE]" as a string. Fails unless each is one `data: ` line followed by a blank line."""
         async with self.client.post(path, json=body) as response:
             assert response.status == 200
             assert response.headers["Content-Type"] == "text/event-stream"
@@ -270,7 +270,7 @@ class Server:
         return ["[DONE]" if text == "[DONE]" else json.loads(text) for text in texts]
 
     async def named_events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """All events of a stream, in order, each under its own name."""
+        """All events of a stream whose events have names; each name must equal the event's `type`."""
         async with self.client.post(path, json={**body, "stream": True}) as response:
             assert response.status == 200
             assert response.headers["Content-Type"] == "text/event-stream"
@@ -292,7 +292,7 @@ async def serving(
     replicas: Replicas | None = None,
     adapters: Adapters | None = None,
 ) -> AsyncIterator[Server]:
-    """Real HTTP on a free port, with the runner's settings that the router uses."""
+    """Serves real HTTP on a free port, with the settings for the runner that the router uses."""
     metrics = FakeMetrics()
     app = make_app(config, tokenizer, batcher, metrics, None, replicas, adapters)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=1.0)
@@ -309,7 +309,7 @@ async def serving(
 def serve(
     tokenizer: Tokenizer, test: Callable[[Server], Awaitable[None]], *, settings: dict[str, Any] | None = None, **behaviour: Any
 ) -> None:
-    """Runs a test against a server whose batcher behaves so. When it is over, every stream must be closed."""
+    """Runs a test against a server whose fake batcher has this behaviour. At the end every stream must be closed."""
 
     async def run() -> None:
         batcher = FakeBatcher(tokenizer, **behaviour)
@@ -322,7 +322,7 @@ def serve(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for it, a short while."""
+    """Waits for the condition, for at most five seconds."""
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 (what is waited for tells nobody)
+        while not condition():  # noqa: ASYNC110 (nothing signals the change)
             await asyncio.sleep(0.005)

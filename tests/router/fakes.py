@@ -1,6 +1,6 @@
-"""Stand-ins: `FakeShards` puts the simulator's shard of integers behind the port of `router/shards.py`; a byte tokenizer.
+"""`FakeShards`: the simulator's shard of integers behind the interface of `router/shards.py`; and a byte tokenizer.
 
-Shards are strict: whatever a shard could not do, or a router should not ask, fails an assertion.
+The fake is strict: a command that a shard couldn't execute, or that a router must not send, fails an assertion.
 """
 
 import asyncio
@@ -11,17 +11,17 @@ from penstock.proto import shard_pb2
 from penstock.router.request import Broken, Refused
 from penstock.simulator.shard import Asked, IntegerShard, Outcome
 
-LETTERS = 32  # the fake vocabulary: bytes, of which generated ones are printable from here on ...
-END = 0  # ... and this one ends a text
+LETTERS = 32  # the fake vocabulary is bytes; generated ones are printable, from this one on ...
+END = 0  # ... and this one is EOS
 
 
 def letter(prompt: Sequence[int], position: int, choice: int = 0) -> int:
-    """The fake's answer: a printable byte that depends on the whole prompt, the position and the choice."""
+    """The token that the fake generates: a printable byte that depends on the whole prompt, the position and the choice."""
     return LETTERS + (sum(prompt) * 7 + position * 11 + choice * 29) % 95
 
 
 class FakeShards:
-    """A shard in this process. A group with the end id `END` ends by itself after `ends_at(prompt)` tokens."""
+    """A shard in this process. A group whose end ids include `END` ends by itself after `ends_at(prompt)` tokens."""
 
     def __init__(
         self,
@@ -50,21 +50,21 @@ class FakeShards:
         )
         self.model = IntegerShard(pages, page_size)
         self.pages = pages
-        self.images = images  # it sees them
-        self.commands: list[shard_pb2.Command] = []  # all that were executed
+        self.images = images  # the model accepts images
+        self.commands: list[shard_pb2.Command] = []  # executed ones
         self.warmup: shard_pb2.WarmupRequest | None = None
         self.closed = False
         self.lost: asyncio.Future[None]
-        self.groups_met = 0  # rank groups, one after the other
-        self.adopts = False  # there are others, whose groups may come here
-        self.break_at = 0  # the step that kills the shard; there is no other until it is 0 again
-        self.killers: set[bytes] = set()  # prompts that kill the shard when a token of theirs would be computed
-        self.read: dict[str, shard_pb2.LoadedAdapter] = {}  # adapters that may be added, by key
-        self.reading = asyncio.Event()  # cleared: adapters are not read yet
+        self.groups_met = 0  # rank groups so far, one after another
+        self.adopts = False  # there are other replicas, whose groups may continue here
+        self.break_at = 0  # the step at which the shard dies; no new one starts until this is 0 again
+        self.killers: set[bytes] = set()  # prompts that kill the shard when one of their tokens would be computed
+        self.read: dict[str, shard_pb2.LoadedAdapter] = {}  # adapters that were loaded and may be added, by key
+        self.reading = asyncio.Event()  # cleared: loading adapters waits
         self.reading.set()
-        self.revision = ""  # of what they are made of
-        self.faulty = ""  # what is wrong with those that are read now; "die": the shard does
-        self.fail: dict[int, str] = {}  # groups that fail in their next step, and why
+        self.revision = ""  # of the adapters' files; part of their digest
+        self.faulty = ""  # error of adapters loaded from now on; "die": the shard dies
+        self.fail: dict[int, str] = {}  # groups that fail in their next step, with the error
         self.gate = asyncio.Event()  # cleared: commands wait
         self.gate.set()
         self._ends_at = ends_at
@@ -107,12 +107,12 @@ class FakeShards:
 
     def execute(self, command: shard_pb2.Command) -> asyncio.Future[shard_pb2.Reply]:
         self._last = asyncio.ensure_future(self._execute(command, self._last, self.lost))
-        # As with the real ones, nobody need come back for it: complaints, written while rubbish is collected, disturb others.
+        # As with real shards, the result may never be retrieved: asyncio's warning about it would disturb other tests.
         self._last.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._last
 
     def die(self) -> None:
-        """Whatever it was told is lost, and its pages with it."""
+        """The shard and its state, pages included, are lost."""
         self.model = IntegerShard(self.pages, self.model.page_size)
         self._groups.clear()
         self._generated.clear()
@@ -145,11 +145,11 @@ class FakeShards:
             await self.gate.wait()
             await asyncio.sleep(self._seconds)
         except asyncio.CancelledError:
-            if lost.done():  # by `forget`: whoever waits is told, as by the real ones
+            if lost.done():  # by `forget`: whoever waits gets an error, as with real shards
                 raise Broken("shard rank 0 has ended") from None
             raise
         self._steps += 1
-        if not lost.done() and ((self.break_at and self._steps >= self.break_at) or self._killed(command)):
+        if not lost.done() and ((self.break_at and self._steps >= self.break_at) or self._is_killed_by(command)):
             self.die()
         if lost.done():
             raise Broken("shard rank 0 has ended")
@@ -174,15 +174,15 @@ class FakeShards:
         if request.add:
             assert len(later) + len(self.info.adapters) < self.info.max_loras
             later.append(self.read.pop(request.add))
-        for place in reversed(range(len(later))):
-            if later[place].key == request.retire:
-                later[place].retired = True
-            if later[place].key == request.drop:
-                del later[place]
+        for index in reversed(range(len(later))):
+            if later[index].key == request.retire:
+                later[index].retired = True
+            if later[index].key == request.drop:
+                del later[index]
         self.read.pop(request.drop, None)
         return ""
 
-    def _killed(self, command: shard_pb2.Command) -> bool:
+    def _is_killed_by(self, command: shard_pb2.Command) -> bool:
         kind = command.WhichOneof("kind")
         known = [self._groups[uid] for uid in self.model.groups] if kind != "filter" else []
         return any(bytes(group.tokens) in self.killers for group in [*known, *command.prefill.groups])
@@ -197,18 +197,18 @@ class FakeShards:
         for group in request.groups:
             self._groups[group.uid] = group
             assert group.adapter in ("", *self.info.adapters, *(adapter.key for adapter in self.info.later)), "it is not there"
-            for one in group.continuations:
-                expected = [self._token(group, position, one.choice) for position in range(len(one.tokens))]
-                assert list(one.tokens) == expected, "not what it had generated"
-                self._generated[group.uid, one.choice] = len(one.tokens)
+            for continuation in group.continuations:
+                expected = [self._token(group, position, continuation.choice) for position in range(len(continuation.tokens))]
+                assert list(continuation.tokens) == expected, "not what it had generated"
+                self._generated[group.uid, continuation.choice] = len(continuation.tokens)
         decoding = self._decoding() if request.decode_batches else []
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
-        new = [self._asked(group) for group in request.groups]
-        for asked in new if self.groups_met > 1 or self.adopts else ():
-            self.model.expect(asked.uid, asked.continuations)
+        new = [self._new_group(group) for group in request.groups]
+        for expected_group in new if self.groups_met > 1 or self.adopts else ():
+            self.model.expect(expected_group.uid, expected_group.continuations)
         return self._reply(decoding, self.model.prefill(new, chunks, request.prompt_tokens, bool(request.decode_batches)))
 
-    def _asked(self, group: shard_pb2.Group) -> Asked:
+    def _new_group(self, group: shard_pb2.Group) -> Asked:
         choices = group.choices or 1
         ends_at = self._ends_at(group.tokens) if END in group.end_ids else 0
         return Asked(
@@ -255,10 +255,10 @@ class FakeShards:
         first = [(uid, choice) for uid in outcome.first for choice in range(self._groups[uid].choices or 1)]
         for uid, choice in decoding + first:
             if uid not in outcome.failed:
-                self._row(reply, uid, choice, (uid, choice) in outcome.finished)
+                self._add_token(reply, uid, choice, (uid, choice) in outcome.finished)
         return shard_pb2.Reply(step=reply)
 
-    def _row(self, reply: shard_pb2.StepReply, uid: int, choice: int, finished: bool) -> None:
+    def _add_token(self, reply: shard_pb2.StepReply, uid: int, choice: int, finished: bool) -> None:
         group = self._groups[uid]
         position = self._generated.get((uid, choice), 0)
         self._generated[uid, choice] = position + 1
@@ -288,7 +288,7 @@ class Piece:
 
 
 class ByteText:
-    """The text of a stream of bytes, with stop strings found where they end. Nothing is held back."""
+    """The text of a stream of bytes, cut at stop strings. Nothing is held back."""
 
     def __init__(self, stop: tuple[str, ...], include_stop: bool) -> None:
         self.text = ""

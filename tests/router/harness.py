@@ -1,4 +1,4 @@
-"""A batcher in front of shards that are not there, and what tests ask of it."""
+"""A `Batcher` on fake shards, and helpers of its tests: requests, their expected text, and metrics."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ def config(**changes: Any) -> RouterConfig:
 
 
 def run(test: Test, shards: FakeShards | None = None, **changes: Any) -> None:
-    """Runs `test` with a batcher that has started, then looks whether everything was given back."""
+    """Runs `test` with a batcher that has started, then closes it and checks that no task is left."""
 
     async def main() -> None:
         fake = shards or FakeShards()
@@ -34,16 +34,16 @@ def run(test: Test, shards: FakeShards | None = None, **changes: Any) -> None:
     asyncio.run(main())
 
 
-async def quiet(batcher: Batcher, shards: FakeShards) -> None:
-    """Returns when the shard has forgotten everything."""
-    while shards.model.groups or value(batcher, "penstock_pages_free") != shards.pages:  # noqa: ASYNC110
+async def until_idle(batcher: Batcher, shards: FakeShards) -> None:
+    """Returns when the shard has no group left; checks that all pages are free and nothing is waiting, running or paused."""
+    while shards.model.groups or metric_value(batcher, "penstock_pages_free") != shards.pages:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     assert shards.model.free == shards.pages
     for name in ("penstock_waiting", "penstock_running", "penstock_paused", "penstock_pages_held"):
-        assert value(batcher, name) == 0
+        assert metric_value(batcher, name) == 0
 
 
-def value(batcher: Batcher, name: str) -> float:
+def metric_value(batcher: Batcher, name: str) -> float:
     lines = batcher._metrics.render().decode().splitlines()
     return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(name + " ")))
 
@@ -52,9 +52,9 @@ async def read(batcher: Batcher, request: Request) -> list[Item]:
     return [item async for items in batcher.submit(request) for item in items]
 
 
-def ask(text: str, most: int = 5, **changes: Any) -> Request:
+def make_request(text: str, most: int = 5, **changes: Any) -> Request:
     return Request(prompt=tuple(text.encode()), max_new_tokens=most, **changes)
 
 
-def answer(text: str, most: int, choice: int = 0) -> str:
+def expected_text(text: str, most: int, choice: int = 0) -> str:
     return "".join(chr(letter(text.encode(), position, choice)) for position in range(most))

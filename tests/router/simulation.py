@@ -1,8 +1,8 @@
-"""Drives the scheduler through random worlds, against a shard of integers, and holds what `router/scheduler.py` promises.
+"""Drives the scheduler through random workloads on a simulated shard, and asserts the rules of `router/scheduler.py`.
 
-A world is small, so that everything is scarce and violations come quickly. It keeps its own books: it never asks the scheduler
-what it thinks, only what it wants done. Up to two commands are under way, and events fall between them and their replies, as they
-do in the server.
+A workload is small, so that pages, tokens and sequences are scarce and violations occur quickly. It keeps its own state of jobs and
+pages: of the scheduler it only uses the actions, until the end. Up to two commands are in flight, and events occur between them and
+their replies, as they do in the server.
 """
 
 import random
@@ -16,7 +16,7 @@ from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefi
 from penstock.simulator.shard import Asked, IntegerShard, Outcome, Released, prefix_keys
 
 Make = Callable[[Bounds, Policy], Scheduler]
-ROUNDS = 20_000  # commands after which a world counts as stuck
+ROUNDS = 20_000  # events after which a workload counts as stuck
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Client:
     """A job as its client knows it."""
 
     job: Job
-    asked: Asked
-    arrived: int  # step
-    running: set[int]  # choices that nobody has seen end
+    group: Asked
+    arrived: int  # in which step
+    running: set[int]  # choices whose end was not reported yet
     overtaken: int = 0
     paused: bool = False
-    told: bool = False  # its first tokens have come
+    started: bool = False  # its first tokens were reported
 
     @property
     def order(self) -> tuple[float, int]:
@@ -48,7 +48,7 @@ class Client:
 
 @dataclass
 class Sent:
-    """A command that was executed; its reply is under way."""
+    """A command that was executed; its reply is in flight."""
 
     action: Action
     outcome: Outcome | Released
@@ -56,8 +56,8 @@ class Sent:
 
 
 @dataclass
-class World:
-    """One random world: `run` plays it to its end."""
+class Workload:
+    """One random workload: `run` simulates it until all jobs have ended."""
 
     seed: int
     make: Make
@@ -77,20 +77,20 @@ class World:
         self.policy = self._policy()
         self.shard = IntegerShard(self.bounds.pages, page_size, prefix_caching=choose.random() < 0.7)
         self.scheduler = self.make(self.bounds, self.policy)
-        self.queue: dict[int, Client] = {}  # waits for the first or a later time
-        self.live: dict[int, Client] = {}  # admitted, and nobody has heard of its end or cancelled it
-        self.left: list[int] = []  # cancelled while live, not dropped yet
-        self.ended: list[tuple[int, int]] = []  # single choices, likewise
+        self.queue: dict[int, Client] = {}  # waiting, preempted ones included
+        self.live: dict[int, Client] = {}  # admitted, not cancelled, and its end was not reported yet
+        self.cancelled: list[int] = []  # cancelled while live, not dropped yet
+        self.ended_choices: list[tuple[int, int]] = []  # single choices ended early by their clients, not ended on the shard yet
         self.resumes: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.underway: deque[Sent] = deque()
+        self.in_flight: deque[Sent] = deque()
         self.free = self.bounds.pages
-        self.grow: dict[int, int] = {}  # by the last reply; of live jobs but those that are being paused
-        self.joined: set[int] = set()  # jobs that were admitted since shards last said how many pages they may take
+        self.grow: dict[int, int] = {}  # by the last reply; of live jobs except those whose preemption is in flight
+        self.joined: set[int] = set()  # jobs that were admitted since the shard last reported how many pages they may take
         self.decoding: set[int] = set()  # live jobs that decode, by the last reply
-        self.depth = choose.choice((1, 2))
+        self.max_in_flight = choose.choice((1, 2))
         self.arrivals = choose.randint(1, 25)
-        self.pressure = choose.choice((0.05, 0.3, 0.9))
-        self.impatience = choose.choice((0.0, 0.02, 0.2))
+        self.arrival_probability = choose.choice((0.05, 0.3, 0.9))
+        self.cancel_probability = choose.choice((0.0, 0.02, 0.2))
         self.tenants = choose.choice(([""], ["a", "b"]))
 
     def _policy(self) -> Policy:
@@ -102,25 +102,25 @@ class World:
 
     def run(self) -> None:
         uid = rounds = 0
-        while uid < self.arrivals or self.queue or self.live or self.left or self.ended or self.underway:
+        while uid < self.arrivals or self.queue or self.live or self.cancelled or self.ended_choices or self.in_flight:
             rounds += 1
             assert rounds < ROUNDS, "nothing ends any more"
-            if uid < self.arrivals and self.random.random() < self.pressure:
+            if uid < self.arrivals and self.random.random() < self.arrival_probability:
                 uid += 1
                 self._arrive(uid)
-            self._disturb()
-            action = self.scheduler.next() if len(self.underway) < self.depth else None
+            self._cancel_at_random()
+            action = self.scheduler.next() if len(self.in_flight) < self.max_in_flight else None
             if action is not None:
                 self._execute(action)
-            elif self.underway:
-                self._hear(self.underway.popleft())
+            elif self.in_flight:
+                self._receive(self.in_flight.popleft())
             else:
                 assert not self.queue, "it sleeps while a job waits"
                 assert not self.live, "it sleeps while a job runs"
         assert self.scheduler.next() is None
         assert self.shard.free == self.bounds.pages == self.scheduler.free, "pages are lost"
-        it = self.scheduler
-        assert (it.waiting, it.running, it.paused_jobs) == (0, 0, 0), "jobs are lost"
+        scheduler = self.scheduler
+        assert (scheduler.waiting, scheduler.running, scheduler.paused_jobs) == (0, 0, 0), "jobs are lost"
         self.score.steps += self.shard.steps
 
     # Clients
@@ -129,16 +129,16 @@ class World:
         job = self._job(uid)
         ends_at = [self.random.choice((0, self.random.randint(1, job.max_new_tokens))) for _ in range(job.choices)]
         prefix = [(self.random.choice("ab"), self.random.randint(1, job.prompt_tokens))] if self.random.random() < 0.5 else []
-        asked = Asked(
+        group = Asked(
             uid=uid, prompt=job.prompt_tokens, most=job.max_new_tokens, choices=job.choices, ends_at=ends_at, prefix=prefix
         )
         if self.shard.pool.caching:
-            job.prefix_keys = prefix_keys(asked, self.bounds.page_size)
-        self.queue[uid] = Client(job, asked, self.shard.steps, set(range(job.choices)))
+            job.prefix_keys = prefix_keys(group, self.bounds.page_size)
+        self.queue[uid] = Client(job, group, self.shard.steps, set(range(job.choices)))
         self.scheduler.arrive(job)
 
     def _job(self, uid: int) -> Job:
-        """One that can run, if need be alone."""
+        """A random job that can run, if need be alone."""
         bounds = self.bounds
         choices = self.random.choice((1, 1, 1, min(3, bounds.sequences)))
         longest = max(2, min(bounds.pages * bounds.page_size // choices, 200))
@@ -151,23 +151,23 @@ class World:
         rank = float(self.shard.steps + self.random.choice((0, 0, 0, 5, 60)))
         return Job(uid, prompt, tokens - prompt, choices, rank, self.random.choice(self.tenants))
 
-    def _disturb(self) -> None:
-        """Somebody leaves, or has read enough of one choice."""
-        if self.random.random() >= self.impatience or not (self.queue or self.live):
+    def _cancel_at_random(self) -> None:
+        """At random, cancels a job, or ends one of its choices early."""
+        if self.random.random() >= self.cancel_probability or not (self.queue or self.live):
             return
         uid = self.random.choice([*self.queue, *self.live])
         client = self.queue.get(uid) or self.live[uid]
-        if len(client.running) > 1 and client.told and self.random.random() < 0.7:
+        if len(client.running) > 1 and client.started and self.random.random() < 0.7:
             choice = self.random.choice(sorted(client.running))
             client.running.discard(choice)
             if uid in self.grow:  # else it has no pages
-                self.ended.append((uid, choice))
+                self.ended_choices.append((uid, choice))
             self.scheduler.end(uid, choice)
             return
         if self.queue.pop(uid, None) is None:
-            if uid in self.grow:  # else it is being paused
-                self.left.append(uid)
-                self.ended = [end for end in self.ended if end[0] != uid]
+            if uid in self.grow:  # else its preemption is in flight
+                self.cancelled.append(uid)
+                self.ended_choices = [end for end in self.ended_choices if end[0] != uid]
             self._forget(uid)
         self.scheduler.cancel(uid)
 
@@ -180,7 +180,7 @@ class World:
     # Commands
 
     def _execute(self, action: Action) -> None:
-        if self.left or self.ended:
+        if self.cancelled or self.ended_choices:
             assert isinstance(action, Filter), "cancelled groups come first"
         if isinstance(action, Filter):
             self._filter(action)
@@ -188,21 +188,21 @@ class World:
         if isinstance(action, Prefill):
             self._admit(action)
             self._check_prompts(action)
-            new = [self._asked(uid) for uid in action.new]
+            new = [self._group(uid) for uid in action.new]
             outcome = self.shard.prefill(new, action.chunks, action.tokens, action.decode)
             assert outcome.prompt_tokens <= action.tokens, "over the budget"
         else:
             assert isinstance(action, Decode)
             outcome = self.shard.decode()
         assert self.shard.largest <= largest_step(self.bounds.step_tokens, self.bounds.sequences), "more than was warmed up"
-        self.underway.append(Sent(action, outcome, set(outcome.first)))
+        self.in_flight.append(Sent(action, outcome, set(outcome.first)))
 
     def _filter(self, action: Filter) -> None:
         assert action.drop or action.pause or action.end, "a filter for nobody"
-        assert action.drop == tuple(self.left), "cancelled groups are dropped, and no others"
-        assert action.end == tuple(self.ended), "choices that nobody wants are ended, and no others"
-        self.left.clear()
-        self.ended.clear()
+        assert action.drop == tuple(self.cancelled), "cancelled groups are dropped, and no others"
+        assert action.end == tuple(self.ended_choices), "choices that nobody wants are ended, and no others"
+        self.cancelled.clear()
+        self.ended_choices.clear()
         if action.pause:
             assert sum(self.grow.values()) > self.free, "a pause that nobody needs"
             rest = [self.live[uid].order for uid in self.grow if uid not in action.pause]
@@ -214,14 +214,14 @@ class World:
             self.grow.pop(uid)
             self.joined.discard(uid)
             self.decoding.discard(uid)
-        self.underway.append(Sent(action, released, set()))
+        self.in_flight.append(Sent(action, released, set()))
 
-    def _asked(self, uid: int) -> Asked:
-        """As it joins: anew, or where it was paused."""
+    def _group(self, uid: int) -> Asked:
+        """The group as it joins the batch: from the start, or resumed after its preemption."""
         client = self.live[uid]
         resumes = self.resumes.pop(uid, ())
         kept = tuple((choice, count) for choice, count in resumes if choice in client.running)
-        return Asked(**{name: getattr(client.asked, name) for name in Asked.__slots__} | {"continuations": kept})
+        return Asked(**{name: getattr(client.group, name) for name in Asked.__slots__} | {"continuations": kept})
 
     def _admit(self, action: Prefill) -> None:
         for uid in action.new:
@@ -234,7 +234,7 @@ class World:
             assert running <= self.bounds.sequences, "more than may run"
             for other in self.queue.values():
                 if other.order < client.order and other.job.tenant == client.job.tenant and other.job.uid not in action.new:
-                    alone = not any(self.live[uid].order < other.order for uid in self.grow)  # else it may wait for these
+                    alone = not any(self.live[uid].order < other.order for uid in self.grow)  # else it may wait for older ones
                     other.overtaken += alone
                     assert not (other.paused and alone), "a paused one is overtaken"
                     assert other.overtaken <= self.bounds.overtakes, "overtaken too often"
@@ -252,14 +252,14 @@ class World:
 
     # Replies
 
-    def _hear(self, sent: Sent) -> None:
-        self._disturb()
+    def _receive(self, sent: Sent) -> None:
+        self._cancel_at_random()
         if isinstance(sent.outcome, Released):
-            self._hear_filter(sent.outcome)
+            self._receive_filter(sent.outcome)
         else:
-            self._hear_step(sent.outcome, sent.first)
+            self._receive_step(sent.outcome, sent.first)
 
-    def _hear_filter(self, released: Released) -> None:
+    def _receive_filter(self, released: Released) -> None:
         self.free = released.free
         self.resumes |= released.continuations
         for uid, _, _ in released.paused:
@@ -270,11 +270,11 @@ class World:
                 self.queue[uid] = client
         self.scheduler.paused(released.free, released.cached, released.paused)
 
-    def _hear_step(self, outcome: Outcome, first: set[int]) -> None:
+    def _receive_step(self, outcome: Outcome, first: set[int]) -> None:
         self.free = outcome.free
         for uid in first & self.live.keys():
             client = self.live[uid]
-            client.told = True
+            client.started = True
             self.score.waits += self.shard.steps - client.arrived
         self.score.restored += outcome.restored_tokens
         finished = []
@@ -312,12 +312,12 @@ class World:
         )
 
 
-def simulate(worlds: range, make: Make = Scheduler) -> Score:
-    """Plays one world for each seed. AssertionError or KeyError: a promise is broken."""
+def simulate(seeds: range, make: Make = Scheduler) -> Score:
+    """Simulates one workload for each seed. Raises AssertionError or KeyError if a rule is broken."""
     score = Score()
-    for seed in worlds:
+    for seed in seeds:
         try:
-            World(seed, make, score).run()
+            Workload(seed, make, score).run()
         except (AssertionError, KeyError) as error:
             error.add_note(f"in the world of seed {seed}")
             raise

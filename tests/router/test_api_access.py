@@ -1,4 +1,4 @@
-"""What operators see of requests: ids, lines of the log, probes, who may ask from where, how long a body may take."""
+"""Request ids, the access log, health probes, API keys, CORS, and limits on the size and duration of request bodies."""
 
 import asyncio
 import gc
@@ -29,11 +29,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+def access_log(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == access.__name__]
 
 
-def test_every_response_has_an_id(tokenizer: Tokenizer) -> None:
+def test_every_response_has_a_request_id_the_clients_if_it_is_valid(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         found = set()
         for given in ("", "a b", "x" * 257, "é"):
@@ -56,7 +56,9 @@ async def _post(server: Server, path: str, headers: dict[str, str]) -> tuple[byt
         return await response.read(), response
 
 
-def test_one_line_for_each_request_and_no_text_in_it(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_access_log_has_one_line_per_request_without_prompt_or_answer(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test(server: Server) -> None:
         await server.post("/generate", HELLO, headers={"X-Request-ID": "one"})
         await server.events("/generate_stream", HELLO)
@@ -65,7 +67,7 @@ def test_one_line_for_each_request_and_no_text_in_it(tokenizer: Tokenizer, caplo
 
     with caplog.at_level(logging.INFO):
         serve(tokenizer, test)
-    found = [record.values for record in lines(caplog)]
+    found = [record.values for record in access_log(caplog)]
     assert [(one["method"], one["path"], one["status"]) for one in found] == [
         ("POST", "/generate", 200),
         ("POST", "/generate_stream", 200),
@@ -78,7 +80,7 @@ def test_one_line_for_each_request_and_no_text_in_it(tokenizer: Tokenizer, caplo
     assert "Hello" not in caplog.text
 
 
-def test_a_line_tells_how_a_request_went(caplog: pytest.LogCaptureFixture) -> None:
+def test_access_log_line_has_token_counts_and_times(caplog: pytest.LogCaptureFixture) -> None:
     request = Request(prompt=(1, 2, 3), max_new_tokens=9)
     run = Run(request, 10.0, started=10.5, first=11.0, ended=12.0, cached_tokens=2, generated=7, reasons=["length", "length"])
     values = access._values(_Route(), Record("id", runs=[run, run]), 200)  # type: ignore[arg-type]
@@ -109,39 +111,39 @@ class _Route:
     canonical = "/generate"
 
 
-def test_probes_and_metrics_write_no_line(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_probes_and_metrics_are_not_in_the_access_log(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     async def test(server: Server) -> None:
         for path in (*PROBES, "/metrics", "/stats", "/docs"):
             await server.get(path)
 
     with caplog.at_level(logging.INFO):
         serve(tokenizer, test)
-    assert lines(caplog) == []
+    assert access_log(caplog) == []
 
 
-def test_a_client_that_leaves_has_a_line_too(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_disconnect_is_logged_with_status_499(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     async def test(server: Server) -> None:
         leaving = asyncio.create_task(server.post("/generate", HELLO))
         await until(lambda: server.batcher.opened == 1)
-        assert not lines(caplog)
+        assert not access_log(caplog)
         leaving.cancel()
-        await until(lambda: bool(lines(caplog)))
+        await until(lambda: bool(access_log(caplog)))
 
     with caplog.at_level(logging.INFO):
-        serve(tokenizer, test, pace=asyncio.Semaphore(0))
-    [line] = lines(caplog)
+        serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
+    [line] = access_log(caplog)
     assert (line.values["status"], line.values["error"]) == (499, "dropped")
 
 
-def test_a_fault_of_ours_is_json_and_tells_nothing(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_error_is_a_json_500_without_details(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post("/generate", HELLO, headers={"X-Request-ID": "one"})
         assert (status, body) == (500, {"error": "the server failed: its log says why", "error_type": "internal"})
         status, body, _ = await server.post("/v1/chat/completions", CHAT)
         assert (status, body["error"]["code"]) == (500, "internal")
 
-    class Fault(Broken):
-        """Of a kind that nobody expects."""
+    class UnexpectedFailure(Broken):
+        """A kind of failure that no handler expects."""
 
     def raise_fault(failure: object) -> None:
         raise ZeroDivisionError("secret")
@@ -158,9 +160,9 @@ async def _divide(*arguments: object) -> None:
     raise ZeroDivisionError("secret")
 
 
-def test_json_lines_have_values_and_the_id(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_log_lines_have_values_and_the_request_id(capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
-    kept = root.handlers[:], root.level
+    previous = root.handlers[:], root.level
     try:
         configure_logging("router", True, "info", request_id)
         token = current.set(Record("one"))
@@ -169,14 +171,14 @@ def test_json_lines_have_values_and_the_id(capsys: pytest.CaptureFixture[str]) -
         current.reset(token)
         logging.info("outside")
     finally:
-        root.handlers[:] = kept[0]
-        root.setLevel(kept[1])
+        root.handlers[:] = previous[0]
+        root.setLevel(previous[1])
     first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (first["message"], first["request_id"], first["status"]) == ("told", "one", 200)
     assert "request_id" not in second
 
 
-def test_probes_ask_three_questions(tokenizer: Tokenizer) -> None:
+def test_startup_readiness_and_liveness_probes_differ_in_their_statuses(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         async def statuses() -> list[int]:
             return [(await server.get(path))[0] for path in PROBES[:3]]
@@ -185,7 +187,7 @@ def test_probes_ask_three_questions(tokenizer: Tokenizer) -> None:
         _, data, response = await server.get("/health/ready")
         assert json.loads(data) == {"ready": False, "stage": "loading weights: 40 %", "progress": 0.4}
         assert response.headers["Retry-After"] == "1"
-        server.batcher.limits = LIMITS  # known when it has loaded, whatever comes then
+        server.batcher.limits = LIMITS  # known once the model was loaded, whatever happens later
         for stage in ("recovering: loading weights: 40 %", "shutting down"):
             server.batcher.stage = stage
             assert await statuses() == [200, 503, 200]
@@ -195,7 +197,7 @@ def test_probes_ask_three_questions(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, ready=False, limits=None, stage="loading weights: 40 %", settings={"api_keys": ("key",)})
 
 
-def test_all_routes_but_open_ones_ask_for_the_key(tokenizer: Tokenizer) -> None:
+def test_all_routes_but_health_probes_require_an_api_key(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         from penstock.router.api.openapi import OPERATIONS
 
@@ -216,7 +218,7 @@ PREFLIGHT = {**ORIGIN, "Access-Control-Request-Method": "POST", "Access-Control-
     ("allowed", "granted"),
     [("*", "*"), ("https://a.example, https://chat.example/", "https://chat.example"), ("https://a.example", None), ("none", None)],
 )
-def test_pages_of_other_origins(tokenizer: Tokenizer, allowed: str, granted: str | None) -> None:
+def test_cors_headers_follow_the_allowed_origins(tokenizer: Tokenizer, allowed: str, granted: str | None) -> None:
     async def test(server: Server) -> None:
         async with server.client.options("/v1/chat/completions", headers=PREFLIGHT) as response:
             assert response.headers.get("Access-Control-Allow-Origin") == granted
@@ -236,7 +238,7 @@ def test_pages_of_other_origins(tokenizer: Tokenizer, allowed: str, granted: str
     serve(tokenizer, test, settings={"cors_allow_origin": allowed, "api_keys": ("key",)})
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_body_that_does_not_arrive_in_time_is_a_408(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unanswered, "PATIENCE", 0.2)
 
     async def test(server: Server) -> None:
@@ -244,7 +246,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monke
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"inputs":')
         answer = await reader.readuntil(b"}")
-        writer.write_eof()  # until the client ends, too, the rest of its body is let in, and dropped
+        writer.write_eof()  # until the client closes its side, the rest of its body is read and dropped
         assert await reader.read() == b""
         writer.close()
         assert answer.startswith(b"HTTP/1.1 408 ")
@@ -264,41 +266,41 @@ def test_a_body_that_does_not_come_is_not_waited_for(tokenizer: Tokenizer, monke
         ("/vertex", b'{"instances":[{"inputs":"Hi"}]}'),
     ],
 )
-def test_a_request_has_arrived_when_its_head_has(tokenizer: Tokenizer, path: str, body: bytes) -> None:
-    """From then on its client waits: its own `timeout` begins there."""
+def test_arrival_time_of_a_request_is_that_of_its_headers(tokenizer: Tokenizer, path: str, body: bytes) -> None:
+    """The client waits from then on, so its `timeout` begins there."""
 
     async def test(server: Server) -> None:
-        came, rest = time.monotonic(), 0.0
+        start, rest_sent = time.monotonic(), 0.0
 
-        async def slowly() -> AsyncIterator[bytes]:
-            nonlocal rest
+        async def slow_body() -> AsyncIterator[bytes]:
+            nonlocal rest_sent
             yield body[:5]
             await until(lambda: server.app[UNANSWERED]._count == 1)
-            rest = time.monotonic()
+            rest_sent = time.monotonic()
             yield body[5:]
 
-        async with server.client.post(path, data=slowly(), headers={"Content-Type": "application/json"}) as response:
+        async with server.client.post(path, data=slow_body(), headers={"Content-Type": "application/json"}) as response:
             assert response.status == 200
         [request] = server.batcher.requests
-        assert came <= request.arrived < rest
+        assert start <= request.arrived < rest_sent
 
     serve(tokenizer, test)
 
 
-def test_who_shuts_down_does_not_wait_long_for_a_body(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be it one that always goes on, or that comes to a server that stops already."""
+def test_shutdown_gives_incomplete_bodies_a_503_after_a_short_time(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both an endless body that began before and one that begins during the shutdown."""
     monkeypatch.setattr(unanswered, "HURRY", 0.2)
 
     async def test(server: Server) -> None:
-        async def pieces() -> AsyncIterator[bytes]:
+        async def endless_body() -> AsyncIterator[bytes]:
             while True:
                 yield b" "
                 await asyncio.sleep(0.01)
 
-        early = asyncio.create_task(server.client.post("/generate", data=pieces()))
+        early = asyncio.create_task(server.client.post("/generate", data=endless_body()))
         await until(lambda: server.app[UNANSWERED]._count == 1)
         answered = server.app[UNANSWERED].close()
-        for response in (await early, await server.client.post("/generate", data=pieces())):
+        for response in (await early, await server.client.post("/generate", data=endless_body())):
             assert (response.status, response.headers["Retry-After"], response.headers["Connection"]) == (503, "1", "close")
             assert (await response.json())["error_type"] == "unavailable"
         await answered.wait()
@@ -306,51 +308,51 @@ def test_who_shuts_down_does_not_wait_long_for_a_body(tokenizer: Tokenizer, monk
     serve(tokenizer, test)
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_who_shuts_down_waits_for_the_answers_to_those_that_came_before(tokenizer: Tokenizer, leaves: bool) -> None:
-    """From their heads on; not for those that come later, who may be many."""
+@pytest.mark.parametrize("disconnects", [False, True])
+def test_shutdown_waits_for_earlier_requests_only(tokenizer: Tokenizer, disconnects: bool) -> None:
+    """A request is earlier if its headers came before; later ones, which may be many, are not waited for."""
 
     async def test(server: Server) -> None:
         assert (await server.post("/generate", HELLO))[0] == 200
-        sent, pace = asyncio.Event(), asyncio.Semaphore(0)
+        sent, token_permits = asyncio.Event(), asyncio.Semaphore(0)
 
-        async def slowly() -> AsyncIterator[bytes]:
+        async def slow_body() -> AsyncIterator[bytes]:
             yield b'{"inputs":'
             await sent.wait()
             yield b'"Hi"}'
 
-        early = asyncio.create_task(server.client.post("/generate", data=slowly()))
+        early = asyncio.create_task(server.client.post("/generate", data=slow_body()))
         await until(lambda: server.app[UNANSWERED]._count == 1)
         answered = server.app[UNANSWERED].close()
-        server.batcher.pace = pace
+        server.batcher.token_permits = token_permits
         late = asyncio.create_task(server.post("/generate", HELLO))
         await until(lambda: server.batcher.opened == 2)
         assert not answered.is_set()
-        if leaves:
+        if disconnects:
             early.cancel()
         else:
             sent.set()
             await until(lambda: server.batcher.opened == 3)
             assert not answered.is_set()
-            server.batcher.pace = None
-            pace.release()
-            pace.release()
+            server.batcher.token_permits = None
+            token_permits.release()
+            token_permits.release()
             assert (await early).status == 200
         await asyncio.wait_for(answered.wait(), 5)
-        server.batcher.pace = None
-        pace.release()
+        server.batcher.token_permits = None
+        token_permits.release()
         assert (await late)[0] == 200
         assert answered.is_set()
 
     serve(tokenizer, test)
 
 
-def test_a_body_of_as_many_chunks_as_bytes_is_read_in_no_time(tokenizer: Tokenizer) -> None:
+def test_body_of_one_byte_chunks_is_read_quickly(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
         reader, writer = await asyncio.open_connection(host, port)
         body = b'{"inputs":"Hi"' + b" " * 200_000 + b"}"
-        began = time.monotonic()
+        start_time = time.monotonic()
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
         for start in range(0, len(body), 1000):
             writer.write(b"".join(b"1\r\n%c\r\n" % byte for byte in body[start : start + 1000]))
@@ -359,49 +361,51 @@ def test_a_body_of_as_many_chunks_as_bytes_is_read_in_no_time(tokenizer: Tokeniz
         answer = await reader.read()
         writer.close()
         assert answer.startswith(b"HTTP/1.1 200 ")
-        assert time.monotonic() - began < 10  # 1 is usual
+        assert time.monotonic() - start_time < 10  # 1 is usual
 
     serve(tokenizer, test)
 
 
 @pytest.mark.parametrize("failure", [Overloaded("all busy", 2.0), NotReady("not ready: loading"), Refused("no")])
-@pytest.mark.parametrize("counted", [False, True])
-def test_who_is_turned_away_is_counted_once(tokenizer: Tokenizer, failure: Failure, counted: bool) -> None:
-    """By us, or by those who have turned it away."""
+@pytest.mark.parametrize("already_counted", [False, True])
+def test_refused_request_is_counted_once_in_the_metrics(tokenizer: Tokenizer, failure: Failure, already_counted: bool) -> None:
+    """By the API, unless whatever refused it has counted it already."""
 
     async def test(server: Server) -> None:
-        failure.counted = counted
-        server.batcher.refuses = failure
+        failure.counted = already_counted
+        server.batcher.fails_with = failure
         for path, body in (("/generate", {"inputs": "Hi"}), ("/v1/completions", {"prompt": "Hi"})):
             assert (await server.post(path, body))[0] >= 400
-        assert len(server.metrics.failures) == 2 * (not counted)
+        assert len(server.metrics.failures) == 2 * (not already_counted)
 
     serve(tokenizer, test)
 
 
-def test_bodies_have_a_limit_together(tokenizer: Tokenizer) -> None:
+def test_payload_limit_total_bounds_all_bodies_together(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
         _, writer = await asyncio.open_connection(host, port)
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 900\r\n\r\n" + b" " * 800)
-        while (await server.post("/generate", {"inputs": "Hi" * 100}))[0] == 200:  # noqa: ASYNC110 (until the others have come)
+        while (await server.post("/generate", {"inputs": "Hi" * 100}))[0] == 200:  # noqa: ASYNC110 (until the other body has arrived)
             await asyncio.sleep(0.01)
         status, answer, response = await server.post("/v1/completions", {"prompt": "Hi" * 100})
         assert (status, answer["error"]["code"], response.headers["Retry-After"]) == (429, "overloaded", "1")
         assert set(server.metrics.failures) == {"overloaded"}
         writer.close()
-        while (await server.post("/generate", {"inputs": "Hi" * 40}))[0] == 429:  # noqa: ASYNC110 (until its leaving was noticed)
+        while (await server.post("/generate", {"inputs": "Hi" * 40}))[0] == 429:  # noqa: ASYNC110 (until the disconnect is noticed)
             await asyncio.sleep(0.01)
         assert (await server.post("/generate", {"inputs": "Hi" * 40}))[0] == 200
 
     serve(tokenizer, test, settings={"payload_limit_total": 900})
 
 
-def test_a_body_counts_until_it_was_answered_or_given_up(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many come, one after the other, of which no two may be there at once."""
+def test_body_counts_towards_the_total_limit_only_until_answered_or_given_up(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many bodies come in sequence, no two of which fit into the total limit at once."""
     monkeypatch.setattr(unanswered, "PATIENCE", 0.05)
 
-    async def pieces() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncIterator[bytes]:
         yield b" " * 350
         yield b" " * 350
 
@@ -410,7 +414,7 @@ def test_a_body_counts_until_it_was_answered_or_given_up(tokenizer: Tokenizer, m
         for _ in range(3):
             assert (await server.post("/generate", {"inputs": "Hi" * 40}))[0] == 200
             assert (await server.post("/generate", b"{" + b" " * 300))[0] == 400
-            async with server.client.post("/generate", data=pieces()) as answer:  # nobody knows before that it is too large
+            async with server.client.post("/generate", data=chunks()) as answer:  # its size is not known before
                 assert answer.status == 413
             reader, writer = await asyncio.open_connection(host, port)
             writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 301\r\n\r\n" + b" " * 300)
@@ -420,7 +424,7 @@ def test_a_body_counts_until_it_was_answered_or_given_up(tokenizer: Tokenizer, m
     serve(tokenizer, test, settings={"payload_limit": 400, "payload_limit_total": 700})
 
 
-def test_a_connection_that_waits_keeps_no_body(tokenizer: Tokenizer) -> None:
+def test_idle_keep_alive_connection_holds_no_body(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         assert (await server.post("/generate", {"inputs": "Hi"}))[0] == 200
         await asyncio.sleep(0.01)
@@ -430,7 +434,7 @@ def test_a_connection_that_waits_keeps_no_body(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_a_body_that_is_said_to_be_too_large_is_not_waited_for(tokenizer: Tokenizer) -> None:
+def test_too_large_content_length_is_a_413_before_the_body_arrives(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         host, port = str(server.client._base_url.host), int(server.client._base_url.port or 0)
         reader, writer = await asyncio.open_connection(host, port)

@@ -1,4 +1,4 @@
-"""Who may load and unload adapters, and what they are told. What becomes of requests then: test_adapters.py."""
+"""Routes that load and unload LoRA adapters: keys, arguments and errors. Requests during a change: test_adapters.py."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,11 +14,11 @@ from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serv
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 SQL = {"lora_name": "sql", "lora_path": "/adapters/sql"}
-Ask = Callable[..., Awaitable[tuple[int, Any]]]
+Send = Callable[..., Awaitable[tuple[int, Any]]]
 
 
 class FakeReplica:
-    """It has whatever it is asked to load, unless that is faulty."""
+    """Loads every adapter, but for those in folders that make it fail."""
 
     def __init__(self) -> None:
         self.adapters: set[str] = set()
@@ -42,57 +42,57 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-def run(tokenizer: Tokenizer, test: Callable[[Ask, FakeBatcher], Awaitable[None]], **settings: Any) -> None:
+def run(tokenizer: Tokenizer, test: Callable[[Send, FakeBatcher], Awaitable[None]], **settings: Any) -> None:
     async def main() -> None:
         config = RouterConfig(folder="", model="m", **{"max_loras": 2, **settings})
         replica, batcher = FakeReplica(), FakeBatcher(tokenizer)
         adapters = Adapters(config.model, config.adapters, config.max_loras, lambda: [replica])
 
-        async def ask(path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
+        async def send(path: str, body: Any = None, key: str = "") -> tuple[int, Any]:
             headers = {"Authorization": f"Bearer {key}"} if key else {}
             method = "GET" if body is None else "POST"
             async with server.client.request(method, path, json=body, headers=headers) as response:
                 return response.status, await (response.json() if response.content_type == "application/json" else response.text())
 
         async with asyncio.timeout(20), serving(tokenizer, config, batcher, adapters=adapters) as server:
-            await test(ask, batcher)
+            await test(send, batcher)
 
     asyncio.run(main())
 
 
-def test_they_come_and_go(tokenizer: Tokenizer) -> None:
-    async def test(ask: Ask, batcher: FakeBatcher) -> None:
+def test_adapter_is_loaded_used_replaced_and_unloaded(tokenizer: Tokenizer) -> None:
+    async def test(send: Send, batcher: FakeBatcher) -> None:
         chat = {"model": "sql", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
-        status, answer = await ask("/v1/chat/completions", chat)
+        status, answer = await send("/v1/chat/completions", chat)
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
         assert answer["error"]["message"] == "the model `sql` does not exist: this server has `m`"
-        assert await ask(LOAD, SQL) == (200, "Success: LoRA adapter 'sql' added successfully.")
-        models = (await ask("/v1/models"))[1]["data"]
+        assert await send(LOAD, SQL) == (200, "Success: LoRA adapter 'sql' added successfully.")
+        models = (await send("/v1/models"))[1]["data"]
         assert [(model["id"], model.get("parent"), model.get("root")) for model in models] == [
             ("m", None, None),
             ("sql", "m", "/adapters/sql"),
         ]
-        assert (await ask("/v1/models/sql"))[0] == 200
+        assert (await send("/v1/models/sql"))[0] == 200
         for model in ("sql", "m", "tgi"):
-            assert (await ask("/v1/chat/completions", {**chat, "model": model}))[0] == 200
-        assert (await ask("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql"}}))[0] == 200
+            assert (await send("/v1/chat/completions", {**chat, "model": model}))[0] == 200
+        assert (await send("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql"}}))[0] == 200
         first, *others = batcher.requests
         assert first.adapter.startswith("sql#")
         assert [request.adapter for request in others] == ["", "", first.adapter]
-        assert (await ask(LOAD, {**SQL, "lora_path": "/b", "load_inplace": True}))[0] == 200
-        assert (await ask("/v1/chat/completions", chat))[0] == 200
+        assert (await send(LOAD, {**SQL, "lora_path": "/b", "load_inplace": True}))[0] == 200
+        assert (await send("/v1/chat/completions", chat))[0] == 200
         assert batcher.requests[-1].adapter != first.adapter
         assert batcher.requests[-1].cache_key != first.cache_key
-        assert await ask(UNLOAD, {"lora_name": "sql"}) == (200, "Success: LoRA adapter 'sql' removed successfully.")
-        assert (await ask("/v1/chat/completions", chat))[0] == 404
-        status, answer = await ask("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql"}})
+        assert await send(UNLOAD, {"lora_name": "sql"}) == (200, "Success: LoRA adapter 'sql' removed successfully.")
+        assert (await send("/v1/chat/completions", chat))[0] == 404
+        status, answer = await send("/generate", {"inputs": "hi", "parameters": {"adapter_id": "sql"}})
         assert (status, answer["error_type"]) == (422, "validation")
 
     run(tokenizer, test)
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
+    ("path", "body", "status", "message"),
     [
         (LOAD, {"lora_name": "sql"}, 400, "lora_path"),
         (LOAD, {**SQL, "lora_path": " "}, 400, "`lora_path` is empty: name a folder, or OWNER/MODEL"),
@@ -108,39 +108,41 @@ def test_they_come_and_go(tokenizer: Tokenizer) -> None:
         (UNLOAD, {}, 400, "lora_name"),
     ],
 )
-def test_what_can_not_be(tokenizer: Tokenizer, path: str, body: dict[str, Any], status: int, words: str) -> None:
-    async def test(ask: Ask, batcher: FakeBatcher) -> None:
-        found, answer = await ask(path, body)
+def test_invalid_load_or_unload_is_refused_with_the_reason(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], status: int, message: str
+) -> None:
+    async def test(send: Send, batcher: FakeBatcher) -> None:
+        found, answer = await send(path, body)
         assert found == status
-        assert words in answer["error"]["message"]
-        assert [model["id"] for model in (await ask("/v1/models"))[1]["data"]] == ["m", "one"]
+        assert message in answer["error"]["message"]
+        assert [model["id"] for model in (await send("/v1/models"))[1]["data"]] == ["m", "one"]
 
     run(tokenizer, test, adapters=("one",))
 
 
-def test_all_places_may_be_taken(tokenizer: Tokenizer) -> None:
-    async def test(ask: Ask, batcher: FakeBatcher) -> None:
-        assert (await ask(LOAD, SQL))[0] == 200
-        status, answer = await ask(LOAD, {**SQL, "lora_name": "other"})
+def test_loading_more_adapters_than_max_loras_is_a_409(tokenizer: Tokenizer) -> None:
+    async def test(send: Send, batcher: FakeBatcher) -> None:
+        assert (await send(LOAD, SQL))[0] == 200
+        status, answer = await send(LOAD, {**SQL, "lora_name": "other"})
         assert (status, answer["error"]["code"]) == (409, "conflict")
         assert "all 1 places for adapters are taken: unload one" in answer["error"]["message"]
 
     run(tokenizer, test, max_loras=1)
 
 
-def test_without_room_nobody_may(tokenizer: Tokenizer) -> None:
-    async def test(ask: Ask, batcher: FakeBatcher) -> None:
+def test_max_loras_0_disables_the_routes(tokenizer: Tokenizer) -> None:
+    async def test(send: Send, batcher: FakeBatcher) -> None:
         for path in (LOAD, UNLOAD):
-            status, answer = await ask(path, SQL)
+            status, answer = await send(path, SQL)
             assert (status, answer["error"]["code"]) == (404, "not_found")
             assert "--max-loras" in answer["error"]["message"]
-        assert (await ask("/v1/chat/completions", {"model": "x", "messages": [{"role": "user", "content": "hi"}]}))[0] == 200
+        assert (await send("/v1/chat/completions", {"model": "x", "messages": [{"role": "user", "content": "hi"}]}))[0] == 200
 
     run(tokenizer, test, max_loras=0)
 
 
 @pytest.mark.parametrize(
-    ("settings", "able", "unable"),
+    ("settings", "allowed", "refused"),
     [
         ({}, ["", "client", "boss"], []),
         ({"api_keys": ("client",)}, ["client"], ["", "boss"]),
@@ -148,12 +150,14 @@ def test_without_room_nobody_may(tokenizer: Tokenizer) -> None:
         ({"api_keys": ("client",), "admin_key": "boss"}, ["boss"], ["", "client"]),
     ],
 )
-def test_who_may(tokenizer: Tokenizer, settings: dict[str, Any], able: list[str], unable: list[str]) -> None:
-    async def test(ask: Ask, batcher: FakeBatcher) -> None:
-        for key in unable:
+def test_loading_needs_the_admin_key_or_else_an_api_key(
+    tokenizer: Tokenizer, settings: dict[str, Any], allowed: list[str], refused: list[str]
+) -> None:
+    async def test(send: Send, batcher: FakeBatcher) -> None:
+        for key in refused:
             for path in (LOAD, UNLOAD):
-                assert (await ask(path, SQL, key))[0] == 401
-        for key in able:
-            assert [(await ask(path, SQL, key))[0] for path in (LOAD, LOAD, UNLOAD, UNLOAD)] == [200, 400, 200, 404]
+                assert (await send(path, SQL, key))[0] == 401
+        for key in allowed:
+            assert [(await send(path, SQL, key))[0] for path in (LOAD, LOAD, UNLOAD, UNLOAD)] == [200, 400, 200, 404]
 
     run(tokenizer, test, **settings)

@@ -1,4 +1,4 @@
-"""Who may let replicas join and leave, and what they are told. What becomes of requests then: test_fleet.py."""
+"""Admin routes that add, drain and remove replicas: keys, arguments and errors. Requests during a change: test_fleet.py."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,14 +14,14 @@ from penstock.tests.router.fake_batcher import FakeBatcher, make_tokenizer, serv
 
 KEY = {"Authorization": "Bearer boss"}
 CLIENT = {"Authorization": "Bearer client"}
-Ask = Callable[..., Awaitable[tuple[int, Any]]]
+Send = Callable[..., Awaitable[tuple[int, Any]]]
 
 
 class FakeReplicas:
-    """Remembers what it was asked."""
+    """Records its calls."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[object, ...]] = []
+        self.calls: list[tuple[object, ...]] = []
 
     @property
     def replicas(self) -> list[Replica]:
@@ -37,17 +37,17 @@ class FakeReplicas:
         return self._one(name).name == "0"
 
     def join(self, addresses: Sequence[str], name: str = "") -> Replica:
-        self.asked.append(("join", *addresses, name))
+        self.calls.append(("join", *addresses, name))
         if name == "0":
             raise Conflict("there is a replica 0 already: choose another name")
         return self._one(name or "1")
 
     def retire(self, name: str, move: bool = False) -> Replica:
-        self.asked.append(("retire", name, move))
+        self.calls.append(("retire", name, move))
         return self._one(name)
 
     async def remove(self, name: str) -> None:
-        self.asked.append(("remove", name))
+        self.calls.append(("remove", name))
         self._one(name)
 
 
@@ -56,17 +56,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-def run(tokenizer: Tokenizer, test: Callable[[Ask, FakeReplicas], Awaitable[None]], **settings: Any) -> None:
+def run(tokenizer: Tokenizer, test: Callable[[Send, FakeReplicas], Awaitable[None]], **settings: Any) -> None:
     async def main() -> None:
         replicas = FakeReplicas()
         config = RouterConfig(folder="", model="m", **{"admin_key": "boss", **settings})
 
-        async def ask(method: str, path: str, **options: Any) -> tuple[int, Any]:
+        async def send(method: str, path: str, **options: Any) -> tuple[int, Any]:
             async with server.client.request(method, path, **{"headers": KEY, **options}) as response:
                 return response.status, await response.json() if response.content_type == "application/json" else None
 
         async with asyncio.timeout(20), serving(tokenizer, config, FakeBatcher(tokenizer), replicas) as server:
-            await test(ask, replicas)
+            await test(send, replicas)
 
     asyncio.run(main())
 
@@ -75,54 +75,54 @@ ROUTES = [("GET", ""), ("POST", ""), ("POST", "/0/drain"), ("DELETE", "/0")]
 
 
 @pytest.mark.parametrize("hostname", ["0.0.0.0", "127.0.0.1", "::1", "localhost"])
-def test_without_a_key_nobody_administers(tokenizer: Tokenizer, hostname: str) -> None:
-    """Not even who comes from this machine: it may be a proxy, which by default tells nothing of those behind it."""
+def test_admin_routes_are_404_without_an_admin_key(tokenizer: Tokenizer, hostname: str) -> None:
+    """Also from the same machine: the client may be a proxy, which by default doesn't tell for whom it asks."""
 
-    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+    async def test(send: Send, replicas: FakeReplicas) -> None:
         for method, path in ROUTES:
             for headers in ({}, {"Authorization": "Bearer "}, KEY):
-                status, answer = await ask(method, f"/admin/replicas{path}", headers=headers, json={"address": "h:1"})
+                status, answer = await send(method, f"/admin/replicas{path}", headers=headers, json={"address": "h:1"})
                 assert (status, answer["error_type"]) == (404, "not_found")
                 assert "--admin-key" in answer["error"]
-        assert replicas.asked == []
+        assert replicas.calls == []
 
     run(tokenizer, test, hostname=hostname, admin_key="")
 
 
-def test_the_admin_key_is_asked_for_and_a_clients_is_not_enough(tokenizer: Tokenizer) -> None:
-    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+def test_admin_routes_need_the_admin_key_and_other_routes_an_api_key(tokenizer: Tokenizer) -> None:
+    async def test(send: Send, replicas: FakeReplicas) -> None:
         for method, path in ROUTES:
             for headers in ({}, CLIENT, {"Authorization": "Bearer bos"}, {"Authorization": "boss"}):
-                status, answer = await ask(method, f"/admin/replicas{path}", headers=headers, json={"address": "h:1"})
+                status, answer = await send(method, f"/admin/replicas{path}", headers=headers, json={"address": "h:1"})
                 assert (status, answer["error_type"]) == (401, "unauthorized")
-        assert replicas.asked == []
-        status, answer = await ask("GET", "/admin/replicas", headers=KEY)
+        assert replicas.calls == []
+        status, answer = await send("GET", "/admin/replicas", headers=KEY)
         assert (status, answer["replicas"][0]["name"]) == (200, "0")
-        assert (await ask("GET", "/info", headers=KEY))[0] == 401  # nor is it a client's
-        assert (await ask("GET", "/info", headers=CLIENT))[0] == 200
+        assert (await send("GET", "/info", headers=KEY))[0] == 401  # the admin key is no API key
+        assert (await send("GET", "/info", headers=CLIENT))[0] == 200
 
     run(tokenizer, test, admin_key="boss", api_keys=("client",), hostname="0.0.0.0")
 
 
-def test_where_clients_need_keys_these_routes_need_their_own(tokenizer: Tokenizer) -> None:
-    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+def test_api_key_does_not_open_admin_routes_without_an_admin_key(tokenizer: Tokenizer) -> None:
+    async def test(send: Send, replicas: FakeReplicas) -> None:
         for method, path in ROUTES:
-            assert (await ask(method, f"/admin/replicas{path}", headers=CLIENT, json={"address": "h:1"}))[0] == 404
-        assert replicas.asked == []
+            assert (await send(method, f"/admin/replicas{path}", headers=CLIENT, json={"address": "h:1"}))[0] == 404
+        assert replicas.calls == []
 
     run(tokenizer, test, api_keys=("client",), admin_key="")
 
 
-def test_what_is_asked_is_done(tokenizer: Tokenizer) -> None:
-    async def test(ask: Ask, replicas: FakeReplicas) -> None:
+def test_join_drain_and_remove_reach_the_fleet(tokenizer: Tokenizer) -> None:
+    async def test(send: Send, replicas: FakeReplicas) -> None:
         body = {"address": "10.0.0.1:8000, [fd00::1]:8001", "name": "far"}
-        status, answer = await ask("POST", "/admin/replicas", json=body)
+        status, answer = await send("POST", "/admin/replicas", json=body)
         assert (status, answer["name"], answer["addresses"]) == (202, "far", ["unix:/a"])
-        assert (await ask("POST", "/admin/replicas/0/drain"))[0] == 202
-        assert (await ask("POST", "/admin/replicas/0/drain", json={"move": True}))[0] == 202
-        status, answer = await ask("DELETE", "/admin/replicas/0")
+        assert (await send("POST", "/admin/replicas/0/drain"))[0] == 202
+        assert (await send("POST", "/admin/replicas/0/drain", json={"move": True}))[0] == 202
+        status, answer = await send("DELETE", "/admin/replicas/0")
         assert (status, len(answer["replicas"])) == (200, 2)
-        assert replicas.asked == [
+        assert replicas.calls == [
             ("join", "10.0.0.1:8000", "[fd00::1]:8001", "far"),
             ("retire", "0", False),
             ("retire", "0", True),
@@ -147,22 +147,22 @@ def test_what_is_asked_is_done(tokenizer: Tokenizer) -> None:
         ("POST", "/0/drain", {"move": 1}, 422, "move"),
     ],
 )
-def test_what_can_not_be_done_is_named(
+def test_invalid_change_of_replicas_is_refused_with_the_reason(
     tokenizer: Tokenizer, method: str, path: str, body: dict[str, object], status: int, message: str
 ) -> None:
-    async def test(ask: Ask, replicas: FakeReplicas) -> None:
-        found, answer = await ask(method, f"/admin/replicas{path}", json=body)
+    async def test(send: Send, replicas: FakeReplicas) -> None:
+        found, answer = await send(method, f"/admin/replicas{path}", json=body)
         assert (found, message in answer["error"]) == (status, True), answer
 
     run(tokenizer, test)
 
 
-def test_one_replica_can_be_asked_whether_it_is_ready(tokenizer: Tokenizer) -> None:
-    async def test(ask: Ask, replicas: FakeReplicas) -> None:
-        found = [(await ask("GET", f"/health/ready?replica={name}"))[0] for name in ("0", "1", "nobody")]
+def test_readiness_probe_may_name_a_replica(tokenizer: Tokenizer) -> None:
+    async def test(send: Send, replicas: FakeReplicas) -> None:
+        found = [(await send("GET", f"/health/ready?replica={name}"))[0] for name in ("0", "1", "nobody")]
         assert found == [200, 503, 404]
-        assert (await ask("GET", "/health/ready?replica=1"))[1] == {"ready": False, "stage": "drained", "progress": None}
-        assert (await ask("GET", "/health/ready"))[0] == 200
+        assert (await send("GET", "/health/ready?replica=1"))[1] == {"ready": False, "stage": "drained", "progress": None}
+        assert (await send("GET", "/health/ready"))[0] == 200
         described = document(RouterConfig(folder="", model="some/model"))["paths"]["/health/ready"]["get"]
         assert [parameter["name"] for parameter in described["parameters"]] == ["replica"]
         assert {str(status) for status in found} == set(described["responses"])

@@ -1,4 +1,4 @@
-"""/v1/messages: messages of blocks to a chat, an answer to blocks, and the events in which these grow."""
+"""Anthropic's /v1/messages: content blocks become a chat, answers become blocks and stream events, refusals and failures."""
 
 import json
 from pathlib import Path
@@ -21,19 +21,19 @@ TEMPLATE = (
     "{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}"
     "{% if add_generation_prompt %}[a]{% endif %}{# tools <tool_call> <think> </think> #}"
 )
-ASKED: dict[str, Any] = {"max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]}
+BODY: dict[str, Any] = {"max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]}
 F = {"name": "f", "description": "Does.", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
-SAYS = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
+ANSWER = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Of a model that thinks, and calls as Hermes does."""
+    """The template of a model with reasoning, whose tool calls are in Hermes' format."""
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
-def grown(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client puts together."""
+def message_from_events(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client builds from a stream's events."""
     assert [events[0]["type"], events[-2]["type"], events[-1]["type"]] == ["message_start", "message_delta", "message_stop"]
     message: dict[str, Any] = events[0]["message"]
     assert message["content"] == []
@@ -64,15 +64,15 @@ def grown(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message | events[-2]["delta"] | {"usage": message["usage"] | events[-2]["usage"]}
 
 
-def plain(message: dict[str, Any]) -> dict[str, Any]:
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     """Without ids, which differ each time."""
     content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
     return {name: value for name, value in message.items() if name != "id"} | {"content": content}
 
 
-def test_a_text(tokenizer: Tokenizer) -> None:
+def test_text_answer_has_anthropics_fields(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        status, body, response = await server.post(PATH, {**ASKED, "model": "m", "system": "be", "metadata": {"user_id": "u"}})
+        status, body, response = await server.post(PATH, {**BODY, "model": "m", "system": "be", "metadata": {"user_id": "u"}})
         (request,) = server.batcher.requests
         assert tokenizer.decode(request.prompt) == "[system]be[user]hi[a]"
         assert (status, body.pop("id")[:4]) == (200, "msg_")
@@ -93,117 +93,119 @@ def test_a_text(tokenizer: Tokenizer) -> None:
         assert request.session
         assert response.headers["x-generated-tokens"] == "10"
         assert response.headers["request-id"] == response.headers["x-request-id"]
-        _, body, _ = await server.post(PATH, {**ASKED, "max_tokens": 3})
+        _, body, _ = await server.post(PATH, {**BODY, "max_tokens": 3})
         assert (body["content"], body["stop_reason"]) == ([{"type": "text", "text": "Hel"}], "max_tokens")
 
     serve(tokenizer, test, cached=4)
 
 
 @pytest.mark.parametrize(
-    ("most", "reason"),
+    ("max_tokens", "reason"),
     [(64_000, "model_context_window_exceeded"), (None, "model_context_window_exceeded"), (117, "max_tokens")],
 )
-def test_more_tokens_than_fit_may_be_asked_for(tokenizer: Tokenizer, most: int | None, reason: str) -> None:
-    """As Claude Code does."""
+def test_max_tokens_beyond_the_context_is_accepted_and_the_stop_reason_says_so(
+    tokenizer: Tokenizer, max_tokens: int | None, reason: str
+) -> None:
+    """Claude Code sends such values."""
 
     async def test(server: Server) -> None:
-        asked = {**ASKED, "max_tokens": most}
-        _, whole, _ = await server.post(PATH, asked)
-        for body in (whole, grown(await server.named_events(PATH, asked))):
+        request_body = {**BODY, "max_tokens": max_tokens}
+        _, unstreamed, _ = await server.post(PATH, request_body)
+        for body in (unstreamed, message_from_events(await server.named_events(PATH, request_body))):
             assert len(server.batcher.requests[-1].prompt) + 117 == 128
             assert (body["usage"]["output_tokens"], body["stop_reason"]) == (117, reason)
 
-    serve(tokenizer, test, says="x" * 200)
+    serve(tokenizer, test, generates="x" * 200)
 
 
-def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_look_for(tokenizer: Tokenizer) -> None:
+def test_too_long_prompt_has_the_error_message_that_clients_parse(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        for count, said in ((95, "104"), (100_000, "at least 25003")):
-            _, body, _ = await server.post(PATH, {**ASKED, "messages": [{"role": "user", "content": "x" * count}]})
-            assert body["error"]["message"] == f"prompt is too long: {said} tokens > 100 maximum"
+        for count, tokens in ((95, "104"), (100_000, "at least 25003")):
+            _, body, _ = await server.post(PATH, {**BODY, "messages": [{"role": "user", "content": "x" * count}]})
+            assert body["error"]["message"] == f"prompt is too long: {tokens} tokens > 100 maximum"
             assert (body["error"]["type"], body["error"]["param"]) == ("invalid_request_error", "messages")
 
     serve(tokenizer, test)
 
 
-def test_what_claude_code_tells_only_anthropic_is_no_part_of_the_prompt(tokenizer: Tokenizer) -> None:
+def test_claude_codes_billing_header_is_removed_from_the_prompt(tokenizer: Tokenizer) -> None:
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.197.84c; cc_entrypoint=cli; cch=fa690;"}
 
     async def test(server: Server) -> None:
-        for system, said in (([billing, {"type": "text", "text": "be"}], "[system]be"), ([billing], "")):
-            await server.post(PATH, {**ASKED, "system": system})
-            assert tokenizer.decode(server.batcher.requests[-1].prompt) == f"{said}[user]hi[a]"
+        for system, expected in (([billing, {"type": "text", "text": "be"}], "[system]be"), ([billing], "")):
+            await server.post(PATH, {**BODY, "system": system})
+            assert tokenizer.decode(server.batcher.requests[-1].prompt) == f"{expected}[user]hi[a]"
 
     serve(tokenizer, test)
 
 
-def test_what_a_search_among_tools_has_found_is_named(tokenizer: Tokenizer) -> None:
+def test_tool_reference_in_a_tool_result_is_written_as_text(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         found = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tool_reference", "tool_name": "f"}]}
         tools = [{**F, "defer_loading": True}]
-        status, body, _ = await server.post(PATH, {**ASKED, "messages": [{"role": "user", "content": [found]}], "tools": tools})
+        status, body, _ = await server.post(PATH, {**BODY, "messages": [{"role": "user", "content": [found]}], "tools": tools})
         assert status == 200, body
         assert tokenizer.decode(server.batcher.requests[-1].prompt) == "[tool]<Found the tool f.\n>[a]"
 
     serve(tokenizer, test)
 
 
-def test_a_system_message_in_the_middle_stays_where_it_is(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Or joins the one before it, where the model's template has no place for it. OpenAI's are the template's affair."""
+def test_later_system_message_stays_or_joins_the_message_before(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """It joins if the model's template can't write it in place. In OpenAI's API it is left to the template."""
     strict = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first!') }}{% endif %}"
     strict = make_tokenizer(tmp_path, strict + "[{{ m.role }}]{{ m.content }}{% endfor %}")
-    asked = {"max_tokens": 9, "system": "be", "messages": [*ASKED["messages"], {"role": "system", "content": "so"}]}
+    request_body = {"max_tokens": 9, "system": "be", "messages": [*BODY["messages"], {"role": "system", "content": "so"}]}
     reminder = "\n\n<system-reminder>\nso\n</system-reminder>"
-    for own, said in ((tokenizer, "[system]be[user]hi[system]so[a]"), (strict, f"[system]be[user]hi{reminder}")):
+    for model_tokenizer, expected in ((tokenizer, "[system]be[user]hi[system]so[a]"), (strict, f"[system]be[user]hi{reminder}")):
 
-        async def test(server: Server, own: Tokenizer = own, said: str = said) -> None:
-            status, body, _ = await server.post(PATH, asked)
+        async def test(server: Server, model_tokenizer: Tokenizer = model_tokenizer, expected: str = expected) -> None:
+            status, body, _ = await server.post(PATH, request_body)
             assert status == 200, body
-            assert own.decode(server.batcher.requests[-1].prompt) == said
-            _, body, _ = await server.post(COUNT, asked)
+            assert model_tokenizer.decode(server.batcher.requests[-1].prompt) == expected
+            _, body, _ = await server.post(COUNT, request_body)
             assert body == {"input_tokens": len(server.batcher.requests[-1].prompt)}
-            status, _, _ = await server.post("/v1/chat/completions", {"messages": [*asked["messages"]]})
-            assert status == (200 if own is tokenizer else 400)
+            status, _, _ = await server.post("/v1/chat/completions", {"messages": [*request_body["messages"]]})
+            assert status == (200 if model_tokenizer is tokenizer else 400)
 
-        serve(own, test)
+        serve(model_tokenizer, test)
 
 
-def test_a_stop_sequence_is_named(tokenizer: Tokenizer) -> None:
+def test_stop_sequence_that_ended_the_answer_is_returned(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        asked = {**ASKED, "stop_sequences": ["xy", " you", "o y"]}
-        _, whole, _ = await server.post(PATH, asked)
-        for body in (whole, grown(await server.named_events(PATH, asked))):
+        request_body = {**BODY, "stop_sequences": ["xy", " you", "o y"]}
+        _, unstreamed, _ = await server.post(PATH, request_body)
+        for body in (unstreamed, message_from_events(await server.named_events(PATH, request_body))):
             assert body["content"] == [{"type": "text", "text": "Hell"}]
             assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", "o y")
 
     serve(tokenizer, test)
 
 
-def test_a_stream_grows_into_the_same(tokenizer: Tokenizer) -> None:
+def test_stream_events_build_the_same_message_as_without_streaming(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        asked = {**ASKED, "tools": [F]}
-        _, whole, _ = await server.post(PATH, asked)
-        assert plain(whole)["content"] == [
+        request_body = {**BODY, "tools": [F]}
+        _, unstreamed, _ = await server.post(PATH, request_body)
+        assert without_ids(unstreamed)["content"] == [
             {"type": "thinking", "thinking": "Hm?", "signature": "unsigned"},
             {"type": "text", "text": "Oh."},
             {"type": "tool_use", "name": "f", "input": {"x": 1}},
         ]
-        assert whole["stop_reason"] == "tool_use"
-        assert plain(grown(await server.named_events(PATH, asked))) == plain(whole)
+        assert unstreamed["stop_reason"] == "tool_use"
+        assert without_ids(message_from_events(await server.named_events(PATH, request_body))) == without_ids(unstreamed)
 
-    serve(tokenizer, test, says=SAYS, cached=2)
+    serve(tokenizer, test, generates=ANSWER, cached=2)
 
 
-def test_a_call_that_was_cut_off_has_no_arguments(tokenizer: Tokenizer) -> None:
+def test_truncated_tool_call_has_empty_input(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        _, body, _ = await server.post(PATH, {**ASKED, "tools": [F], "max_tokens": len(SAYS) - 20})
-        assert plain(body)["content"][-1] == {"type": "tool_use", "name": "f", "input": {}}
+        _, body, _ = await server.post(PATH, {**BODY, "tools": [F], "max_tokens": len(ANSWER) - 20})
+        assert without_ids(body)["content"][-1] == {"type": "tool_use", "name": "f", "input": {}}
         assert body["stop_reason"] == "max_tokens"
 
-    serve(tokenizer, test, says=SAYS)
+    serve(tokenizer, test, generates=ANSWER)
 
 
-def test_blocks_become_messages(tokenizer: Tokenizer) -> None:
+def test_content_blocks_become_chat_messages(tokenizer: Tokenizer) -> None:
     text = {"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}}
     messages = [
         {"role": "user", "content": [text]},
@@ -230,19 +232,23 @@ def test_blocks_become_messages(tokenizer: Tokenizer) -> None:
     ]
 
     async def test(server: Server) -> None:
-        asked = {"max_tokens": 9, "messages": messages, "system": [{"type": "text", "text": "be"}, {"type": "text", "text": "!"}]}
-        status, body, _ = await server.post(PATH, asked)
+        request_body = {
+            "max_tokens": 9,
+            "messages": messages,
+            "system": [{"type": "text", "text": "be"}, {"type": "text", "text": "!"}],
+        }
+        status, body, _ = await server.post(PATH, request_body)
         assert status == 200, body
         prompt = tokenizer.decode(server.batcher.requests[-1].prompt)
         assert prompt == '[system]be![user]<q>[assistant]wellf{"x": 1}g{}~mm~[tool]3[tool]<q>[tool][user]<q>[assistant]thr'
-        status, body, _ = await server.post(COUNT, {name: asked[name] for name in ("messages", "system")})
+        status, body, _ = await server.post(COUNT, {name: request_body[name] for name in ("messages", "system")})
         assert (status, body) == (200, {"input_tokens": len(server.batcher.requests[-1].prompt)})
 
     serve(tokenizer, test)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "[thinks: True, True]"),
         ({"thinking": {"type": "disabled"}}, "[thinks: False, False]"),
@@ -251,48 +257,48 @@ def test_blocks_become_messages(tokenizer: Tokenizer) -> None:
         ({"output_config": {"effort": "low"}}, "[low]"),
     ],
 )
-def test_what_the_template_is_told(tokenizer: Tokenizer, given: dict[str, Any], said: str) -> None:
+def test_thinking_and_effort_reach_the_chat_template(tokenizer: Tokenizer, given: dict[str, Any], expected: str) -> None:
     async def test(server: Server) -> None:
-        status, body, _ = await server.post(PATH, {**ASKED, "max_tokens": 9, **given})
+        status, body, _ = await server.post(PATH, {**BODY, "max_tokens": 9, **given})
         assert status == 200, body
-        assert tokenizer.decode(server.batcher.requests[-1].prompt) == f"[user]hi{said}[a]"
+        assert tokenizer.decode(server.batcher.requests[-1].prompt) == f"[user]hi{expected}[a]"
 
     serve(tokenizer, test)
 
 
-def test_choices_of_tools_and_formats(tokenizer: Tokenizer) -> None:
+def test_tool_choice_and_output_format_become_grammars(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for choice, forced in (({"type": "auto"}, False), ({"type": "none"}, False), ({"type": "any"}, True)):
-            await server.post(PATH, {**ASKED, "tools": [F], "tool_choice": choice})
+            await server.post(PATH, {**BODY, "tools": [F], "tool_choice": choice})
             assert (server.batcher.requests[-1].grammar is not None) == forced, choice
-        await server.post(PATH, {**ASKED, "tools": [F, {**F, "name": "g"}], "tool_choice": {"type": "tool", "name": "g"}})
+        await server.post(PATH, {**BODY, "tools": [F, {**F, "name": "g"}], "tool_choice": {"type": "tool", "name": "g"}})
         grammar = server.batcher.requests[-1].grammar
         assert grammar is not None
         assert '"g' in grammar.source
         assert '"f' not in grammar.source
         format = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
         for given in ({"output_config": {"format": format}}, {"output_format": format}):
-            await server.post(PATH, {**ASKED, **given})
+            await server.post(PATH, {**BODY, **given})
             grammar = server.batcher.requests[-1].grammar
             assert grammar is not None
-            assert "answer: %json" in grammar.source  # behind what the model thinks
+            assert "answer: %json" in grammar.source  # after the reasoning
 
     serve(tokenizer, test)
 
 
-def test_tools_may_be_used_one_at_a_time(tokenizer: Tokenizer) -> None:
+def test_disable_parallel_tool_use_returns_one_tool_call(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for alone, calls in ((False, 2), (True, 1)):
             choice = {"type": "auto", "disable_parallel_tool_use": alone}
-            _, body, _ = await server.post(PATH, {**ASKED, "tools": [F], "tool_choice": choice})
+            _, body, _ = await server.post(PATH, {**BODY, "tools": [F], "tool_choice": choice})
             assert [block["type"] for block in body["content"]] == ["tool_use"] * calls
 
     call = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
-    serve(tokenizer, test, says=f"{call}{call}</s>")
+    serve(tokenizer, test, generates=f"{call}{call}</s>")
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("given", "field"),
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
@@ -308,7 +314,7 @@ def test_tools_may_be_used_one_at_a_time(tokenizer: Tokenizer) -> None:
         ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].tool_calls[0].function"),
         (
-            {"system": "s", "messages": [ASKED["messages"][0], {"role": "assistant", "content": [{"type": "tool_use"}]}]},
+            {"system": "s", "messages": [BODY["messages"][0], {"role": "assistant", "content": [{"type": "tool_use"}]}]},
             "messages[1].tool_calls[0].function",
         ),
         ({"system": [{"text": 3}]}, "system[0].text"),
@@ -330,25 +336,25 @@ def test_tools_may_be_used_one_at_a_time(tokenizer: Tokenizer) -> None:
         ({"container": "c"}, "container"),
     ],
 )
-def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], named: str) -> None:
+def test_invalid_field_is_a_400_that_names_it(tokenizer: Tokenizer, given: dict[str, Any], field: str) -> None:
     async def test(server: Server) -> None:
         for streaming in (False, True):
-            status, body, _ = await server.post(PATH, {**ASKED, **given, "stream": streaming})
+            status, body, _ = await server.post(PATH, {**BODY, **given, "stream": streaming})
             assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error"), body
-            assert f"`{named}`" in body["error"]["message"]
+            assert f"`{field}`" in body["error"]["message"]
             assert server.batcher.requests == []
 
     serve(tokenizer, test)
 
 
-def test_failures_are_told_in_their_shape(tokenizer: Tokenizer) -> None:
+def test_failures_have_anthropics_error_format(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        server.batcher.refuses = Overloaded("full", retry_after=2.0)
-        status, body, response = await server.post(PATH, ASKED)
+        server.batcher.fails_with = Overloaded("full", retry_after=2.0)
+        status, body, response = await server.post(PATH, BODY)
         assert (status, body["error"]["type"], response.headers["Retry-After"]) == (429, "rate_limit_error", "2")
-        server.batcher.refuses = None
-        server.batcher.breaks = (3, Broken("a shard died"))
-        found = await server.named_events(PATH, ASKED)
+        server.batcher.fails_with = None
+        server.batcher.fails_after = (3, Broken("a shard died"))
+        found = await server.named_events(PATH, BODY)
         assert found[-1]["type"] == "error"
         assert found[-1]["error"]["type"] == "api_error"
         assert "a shard died" in found[-1]["error"]["message"]
@@ -356,13 +362,13 @@ def test_failures_are_told_in_their_shape(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_a_key_comes_in_their_header(tokenizer: Tokenizer) -> None:
+def test_api_key_is_read_from_x_api_key_or_authorization(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for headers, expected in (({}, 401), ({"X-Api-Key": "x"}, 401), ({"X-Api-Key": "k"}, 200)):
-            status, body, _ = await server.post(PATH, ASKED, headers=headers)
+            status, body, _ = await server.post(PATH, BODY, headers=headers)
             assert status == expected
             assert status == 200 or body["error"]["type"] == "authentication_error"
-        status, _, _ = await server.post(PATH, ASKED, headers={"X-Api-Key": "x", "Authorization": "Bearer k"})
+        status, _, _ = await server.post(PATH, BODY, headers={"X-Api-Key": "x", "Authorization": "Bearer k"})
         assert status == 200
 
     serve(tokenizer, test, settings={"api_keys": ("k",)})

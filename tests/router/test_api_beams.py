@@ -1,4 +1,4 @@
-"""Beam search at both APIs: what may be asked, how answers, scores and events look, and answers that are fewer than asked for."""
+"""Beam search in TGI's and OpenAI's APIs: parameters, answers, scores, events, and searches that find too few answers."""
 
 import asyncio
 import json
@@ -9,16 +9,16 @@ import pytest
 from penstock.router.request import Beams, Stopping
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve
-from penstock.tests.router.test_openapi import check
+from penstock.tests.router.test_openapi import check_schema
 
-BOTH = pytest.mark.parametrize(
+CHAT_AND_COMPLETION = pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}),
         ("/v1/completions", {"prompt": "hi", "max_tokens": 20}),
     ],
 )
-FOUND = ["Hello you", "Hello you1", "Hello you2"]
+BEAM_TEXTS = ["Hello you", "Hello you1", "Hello you2"]
 
 
 @pytest.fixture(scope="module")
@@ -26,27 +26,27 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def native(**parameters: Any) -> dict[str, Any]:
+def tgi_body(**parameters: Any) -> dict[str, Any]:
     return {"inputs": "hi", "parameters": {"max_new_tokens": 20, **parameters}}
 
 
 async def events(server: Server, body: object) -> tuple[list[Any], list[Any]]:
-    """Of /generate_stream: the events without a name, and those named `beams`."""
-    plain: list[Any] = []
+    """Events of /generate_stream: those without a name, and those named `beams`."""
+    unnamed: list[Any] = []
     named: list[Any] = []
     async with server.client.post("/generate_stream", json=body) as response:
         assert response.status == 200
         for block in (await response.read()).decode().split("\n\n")[:-1]:
             name, found, rest = block.rpartition("\n")
             assert name == ("event: beams" if found else "")
-            (named if found else plain).append(json.loads(rest.removeprefix("data: ")))
-    for event in [*plain, *named]:
-        check("/generate_stream", 200, "text/event-stream", event, "properties", "data", "contentSchema")
-    return plain, named
+            (named if found else unnamed).append(json.loads(rest.removeprefix("data: ")))
+    for event in [*unnamed, *named]:
+        check_schema("/generate_stream", 200, "text/event-stream", event, "properties", "data", "contentSchema")
+    return unnamed, named
 
 
-def told(events: list[Any], field: str) -> dict[int, str]:
-    """Of a stream of OpenAI's: each choice's text."""
+def choice_texts(events: list[Any], field: str) -> dict[int, str]:
+    """The text of each choice of an OpenAI stream."""
     texts: dict[int, str] = {}
     for event in events:
         for choice in event["choices"] if event != "[DONE]" else ():
@@ -55,20 +55,20 @@ def told(events: list[Any], field: str) -> dict[int, str]:
     return texts
 
 
-def test_the_best_is_the_answer_and_the_others_stand_beside_it(tokenizer: Tokenizer) -> None:
+def test_generate_returns_the_best_beam_and_the_others_in_details(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        asked = native(
+        request_body = tgi_body(
             num_beams=4, num_return_sequences=3, length_penalty=-0.5, early_stopping="never", details=True, top_n_tokens=1
         )
-        status, body, response = await server.post("/generate", asked)
-        check("/generate", status, "application/json", body)
-        assert body["generated_text"] == FOUND[0]
+        status, body, response = await server.post("/generate", request_body)
+        check_schema("/generate", status, "application/json", body)
+        assert body["generated_text"] == BEAM_TEXTS[0]
         details = body["details"]
         assert (details["score"], details["seed"], details["finish_reason"]) == (-0.25, None, "eos_token")
         assert "".join(token["text"] for token in details["tokens"]) == "Hello you</s>"
         assert [(one["generated_text"], one["score"]) for one in details["best_of_sequences"]] == [
-            (FOUND[1], -0.5),
-            (FOUND[2], -0.75),
+            (BEAM_TEXTS[1], -0.5),
+            (BEAM_TEXTS[2], -0.75),
         ]
         assert [token["text"] for token in details["best_of_sequences"][1]["tokens"]][-2:] == ["2", "</s>"]
         assert len(details["best_of_sequences"][1]["top_tokens"]) == 11
@@ -80,23 +80,25 @@ def test_the_best_is_the_answer_and_the_others_stand_beside_it(tokenizer: Tokeni
     serve(tokenizer, test)
 
 
-def test_without_details_there_is_only_the_best_text(tokenizer: Tokenizer) -> None:
+def test_generate_without_details_returns_only_the_best_text(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        assert (await server.post("/generate", native(num_beams=4, num_return_sequences=3)))[1] == {"generated_text": FOUND[0]}
-        assert (await server.post("/", native(num_beams=4)))[1] == [{"generated_text": "hiHello you"}]
-        _, body, _ = await server.post("/generate", native(num_beams=4, details=True))
+        assert (await server.post("/generate", tgi_body(num_beams=4, num_return_sequences=3)))[1] == {
+            "generated_text": BEAM_TEXTS[0]
+        }
+        assert (await server.post("/", tgi_body(num_beams=4)))[1] == [{"generated_text": "hiHello you"}]
+        _, body, _ = await server.post("/generate", tgi_body(num_beams=4, details=True))
         assert "best_of_sequences" not in body["details"]
-        _, body, _ = await server.post("/generate", native(details=True))
+        _, body, _ = await server.post("/generate", tgi_body(details=True))
         assert "score" not in body["details"]
 
     serve(tokenizer, test)
 
 
-def test_what_else_is_asked_for_is_given(tokenizer: Tokenizer) -> None:
+def test_other_parameters_work_together_with_beams(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        more = {"return_full_text": True, "stop": ["o"], "decoder_input_details": True, "do_sample": True, "seed": 3}
-        asked = native(num_beams=4, num_return_sequences=2, grammar={"type": "regex", "value": ".*"}, **more)
-        _, body, _ = await server.post("/generate", asked)
+        parameters = {"return_full_text": True, "stop": ["o"], "decoder_input_details": True, "do_sample": True, "seed": 3}
+        request_body = tgi_body(num_beams=4, num_return_sequences=2, grammar={"type": "regex", "value": ".*"}, **parameters)
+        _, body, _ = await server.post("/generate", request_body)
         assert (body["generated_text"], body["details"]["finish_reason"]) == ("hiHello", "stop_sequence")
         assert len(body["details"]["prefill"]) == len(body["details"]["best_of_sequences"][0]["prefill"]) == 3
         assert body["details"]["seed"] == 3
@@ -107,80 +109,78 @@ def test_what_else_is_asked_for_is_given(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_the_stream_is_the_best_and_its_end_tells_the_others(tokenizer: Tokenizer) -> None:
+def test_stream_has_the_best_beam_and_the_others_in_its_last_event(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        plain, named = await events(server, native(num_beams=4, num_return_sequences=3, details=True, return_full_text=True))
+        unnamed, named = await events(server, tgi_body(num_beams=4, num_return_sequences=3, details=True, return_full_text=True))
         assert not named
-        assert [event["index"] for event in plain] == list(range(1, 11))
-        assert "".join(event["token"]["text"] for event in plain) == "Hello you</s>"
-        assert [event["generated_text"] for event in plain] == [None] * 9 + ["hiHello you"]
-        details = plain[-1]["details"]
+        assert [event["index"] for event in unnamed] == list(range(1, 11))
+        assert "".join(event["token"]["text"] for event in unnamed) == "Hello you</s>"
+        assert [event["generated_text"] for event in unnamed] == [None] * 9 + ["hiHello you"]
+        details = unnamed[-1]["details"]
         assert (details["score"], details["input_length"], details["generated_tokens"]) == (-0.25, 3, 10)
         assert [one["generated_text"] for one in details["best_of_sequences"]] == ["hiHello you1", "hiHello you2"]
         assert [token["text"] for token in details["best_of_sequences"][0]["tokens"]] == [*"Hello you1", "</s>"]
         assert details["best_of_sequences"][1]["score"] == -0.75
         del details["best_of_sequences"]
-        plain, _ = await events(server, native(num_beams=4, details=True))
-        assert plain[-1]["details"] == details
-        plain, _ = await events(server, native(num_beams=4, num_return_sequences=2))
-        assert (plain[-1]["generated_text"], plain[-1]["details"]) == ("Hello you", None)
+        unnamed, _ = await events(server, tgi_body(num_beams=4, details=True))
+        assert unnamed[-1]["details"] == details
+        unnamed, _ = await events(server, tgi_body(num_beams=4, num_return_sequences=2))
+        assert (unnamed[-1]["generated_text"], unnamed[-1]["details"]) == ("Hello you", None)
 
     serve(tokenizer, test)
 
 
-def test_it_streams_before_it_ends(tokenizer: Tokenizer) -> None:
-    """What the answers share is told as it becomes certain, though the end tells more of them."""
-
+def test_tokens_that_all_beams_share_are_streamed_before_the_search_ends(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        asked = native(num_beams=4, num_return_sequences=2, details=True)
-        async with server.client.post("/generate_stream", json=asked) as response:
+        request_body = tgi_body(num_beams=4, num_return_sequences=2, details=True)
+        async with server.client.post("/generate_stream", json=request_body) as response:
             for letter in "Hell":
                 event = json.loads((await response.content.readuntil(b"\n\n")).removeprefix(b"data: "))
                 assert event["token"]["text"] == letter
-                pace.release()
+                token_permits.release()
             for _ in range(20):
-                pace.release()
+                token_permits.release()
             assert b'"best_of_sequences"' in await response.read()
 
-    pace = asyncio.Semaphore(1)
-    serve(tokenizer, test, pace=pace)
+    token_permits = asyncio.Semaphore(1)
+    serve(tokenizer, test, token_permits=token_permits)
 
 
 @pytest.mark.parametrize("found", [1, 2])
-def test_fewer_answers_than_asked_for_are_what_there_is(tokenizer: Tokenizer, found: int) -> None:
+def test_search_that_finds_fewer_answers_than_requested_returns_those(tokenizer: Tokenizer, found: int) -> None:
     async def test(server: Server) -> None:
-        asked = native(num_beams=4, num_return_sequences=3, details=True)
-        _, body, _ = await server.post("/generate", asked)
+        request_body = tgi_body(num_beams=4, num_return_sequences=3, details=True)
+        _, body, _ = await server.post("/generate", request_body)
         assert len(body["details"].get("best_of_sequences", [])) == found - 1
-        plain, _ = await events(server, asked)
-        assert plain[-1]["generated_text"] == "Hello you"
-        assert len(plain[-1]["details"].get("best_of_sequences", [])) == found - 1
+        unnamed, _ = await events(server, request_body)
+        assert unnamed[-1]["generated_text"] == "Hello you"
+        assert len(unnamed[-1]["details"].get("best_of_sequences", [])) == found - 1
         body = {"prompt": ["hi", "ho"], "num_beams": 4, "n": 3, "max_tokens": 20}
-        _, whole, _ = await server.post("/v1/completions", body)
-        places = [place * 3 + index for place in range(2) for index in range(found)]
-        assert [choice["index"] for choice in whole["choices"]] == places
+        _, unstreamed, _ = await server.post("/v1/completions", body)
+        indices = [prompt * 3 + index for prompt in range(2) for index in range(found)]
+        assert [choice["index"] for choice in unstreamed["choices"]] == indices
         tokens = 2 * [10, 21][found - 1]
-        assert whole["usage"]["completion_tokens"] == tokens
+        assert unstreamed["usage"]["completion_tokens"] == tokens
         stream = await server.events("/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}})
         ended = [choice["index"] for event in stream[:-1] for choice in event["choices"] if choice["finish_reason"]]
-        assert sorted(ended) == places
+        assert sorted(ended) == indices
         assert stream[-2]["usage"]["completion_tokens"] == tokens
         body = {"messages": [{"role": "user", "content": "hi"}], "num_beams": 4, "n": 3, "max_tokens": 20, "stream": True}
         stream = await server.events("/v1/chat/completions", body)
-        opened = [choice["index"] for event in stream[:-1] for choice in event["choices"] if "role" in choice["delta"]]
-        assert opened == list(range(found))
+        started = [choice["index"] for event in stream[:-1] for choice in event["choices"] if "role" in choice["delta"]]
+        assert started == list(range(found))
 
-    serve(tokenizer, test, finds=found)
+    serve(tokenizer, test, max_beams_found=found)
 
 
-def test_who_asks_for_them_sees_the_beams(tokenizer: Tokenizer) -> None:
+def test_stream_beams_sends_live_and_complete_beams_at_each_step(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        plain, named = await events(server, native(num_beams=3, stream_beams=True))
+        unnamed, named = await events(server, tgi_body(num_beams=3, stream_beams=True))
         assert [event["step"] for event in named] == list(range(1, 11))
         assert named[0] == {
             "step": 1,
             "live": [
-                {"parent": 0, "id": plain[0]["token"]["id"], "text": "H", "score": -0.5},
+                {"parent": 0, "id": unnamed[0]["token"]["id"], "text": "H", "score": -0.5},
                 {"parent": 0, "id": 2, "text": "!", "score": -1.5},
                 {"parent": 0, "id": 3, "text": '"', "score": -2.5},
             ],
@@ -188,7 +188,7 @@ def test_who_asks_for_them_sees_the_beams(tokenizer: Tokenizer) -> None:
         }
         assert [[beam["parent"] for beam in event["live"]] for event in named[1:3]] == [[2, 0, 1], [2, 1, 1]]
         assert named[-1]["complete"] == [{"parent": 1, "id": 1, "text": "</s>", "score": -0.25}]
-        assert "".join(event["token"]["text"] for event in plain) == "Hello you</s>"
+        assert "".join(event["token"]["text"] for event in unnamed) == "Hello you</s>"
         assert server.batcher.requests[0].beams == Beams(width=3, watched=True)
 
     serve(tokenizer, test)
@@ -222,9 +222,11 @@ def test_who_asks_for_them_sees_the_beams(tokenizer: Tokenizer) -> None:
         ("/vertex", {"num_beams": 2, "num_return_sequences": 2}, "nor `num_return_sequences` is allowed for this endpoint"),
     ],
 )
-def test_what_is_invalid_is_refused(tokenizer: Tokenizer, path: str, parameters: dict[str, Any], message: str) -> None:
+def test_invalid_beam_parameters_of_tgi_are_a_422(
+    tokenizer: Tokenizer, path: str, parameters: dict[str, Any], message: str
+) -> None:
     async def test(server: Server) -> None:
-        body = native(**parameters)
+        body = tgi_body(**parameters)
         status, answer, _ = await server.post(path, {"instances": [body]} if path == "/vertex" else body)
         assert status == 422
         assert message in answer["error"]
@@ -233,16 +235,16 @@ def test_what_is_invalid_is_refused(tokenizer: Tokenizer, path: str, parameters:
     serve(tokenizer, test)
 
 
-def test_the_operators_beams_are_for_greedy_requests(tokenizer: Tokenizer) -> None:
+def test_servers_default_num_beams_applies_to_greedy_requests_only(tokenizer: Tokenizer) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20}
     prompt = {"prompt": "hi", "max_tokens": 20}
 
     async def test(server: Server) -> None:
         for path, body, searched in (
-            ("/generate", native(), True),
-            ("/generate", native(num_beams=1), False),
-            ("/generate", native(do_sample=True), False),
-            ("/vertex", {"instances": [native()]}, True),
+            ("/generate", tgi_body(), True),
+            ("/generate", tgi_body(num_beams=1), False),
+            ("/generate", tgi_body(do_sample=True), False),
+            ("/vertex", {"instances": [tgi_body()]}, True),
             ("/v1/chat/completions", chat, False),
             ("/v1/chat/completions", chat | {"temperature": 0}, True),
             ("/v1/completions", prompt | {"temperature": 0}, True),
@@ -258,12 +260,12 @@ def test_the_operators_beams_are_for_greedy_requests(tokenizer: Tokenizer) -> No
     serve(tokenizer, test, settings={"num_beams": 4})
 
 
-@BOTH
+@CHAT_AND_COMPLETION
 @pytest.mark.parametrize(
-    "asked",
+    "parameters",
     [
         {"num_beams": 4, "n": 3},
-        {"num_beams": 4, "n": 3, "best_of": 3},  # which asks for nothing more
+        {"num_beams": 4, "n": 3, "best_of": 3},  # adds nothing
         {"beam_width": 4, "n": 3},
         {"use_beam_search": True, "num_beams": 4, "n": 3},
         {"use_beam_search": True, "best_of": 4, "n": 3},
@@ -272,16 +274,18 @@ def test_the_operators_beams_are_for_greedy_requests(tokenizer: Tokenizer) -> No
         {"num_beams": 4, "n": 3, "top_k": -1, "min_p": 0.0, "top_p": 1.0},
     ],
 )
-def test_openais_choices_are_the_best_beams(tokenizer: Tokenizer, path: str, body: dict[str, Any], asked: dict[str, Any]) -> None:
+def test_openai_choices_are_the_best_beams_with_scores(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], parameters: dict[str, Any]
+) -> None:
     async def test(server: Server) -> None:
-        told = {"length_penalty": 2.0, "early_stopping": True, **asked}
-        status, answer, response = await server.post(path, body | told)
-        check(path, status, "application/json", answer)
+        choice_texts = {"length_penalty": 2.0, "early_stopping": True, **parameters}
+        status, answer, response = await server.post(path, body | choice_texts)
+        check_schema(path, status, "application/json", answer)
         assert "x-ignored-fields" not in response.headers
         assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
         assert [choice["score"] for choice in answer["choices"]] == [-0.25, -0.5, -0.75]
         texts = [choice["message"]["content"] if "message" in choice else choice["text"] for choice in answer["choices"]]
-        assert texts == FOUND
+        assert texts == BEAM_TEXTS
         [request] = server.batcher.requests
         assert (request.choices, request.sampling.temperature) == (3, 0.0)
         assert request.beams == Beams(width=4, length_penalty=2.0, stopping=Stopping.FULL)
@@ -289,8 +293,8 @@ def test_openais_choices_are_the_best_beams(tokenizer: Tokenizer, path: str, bod
     serve(tokenizer, test)
 
 
-@BOTH
-def test_vllms_answers_are_as_many_as_its_beams(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_use_beam_search_has_as_many_beams_as_n(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         _, answer, _ = await server.post(path, body | {"use_beam_search": True, "n": 3, "temperature": 0})
         assert len(answer["choices"]) == 3
@@ -303,8 +307,8 @@ def test_vllms_answers_are_as_many_as_its_beams(tokenizer: Tokenizer, path: str,
     serve(tokenizer, test)
 
 
-@BOTH
-def test_a_temperature_draws_beams(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_sampling_parameters_with_num_beams_sample_the_beams(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         for given, temperature in (({"temperature": 0.7, "seed": 5}, 0.7), ({"top_p": 0.5}, 1.0), ({}, 0.0)):
             assert (await server.post(path, body | {"num_beams": 2} | given))[0] == 200
@@ -315,15 +319,17 @@ def test_a_temperature_draws_beams(tokenizer: Tokenizer, path: str, body: dict[s
     serve(tokenizer, test)
 
 
-@BOTH
-def test_streams_tell_the_choices_in_turn(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_openai_stream_has_all_beams_texts_and_their_scores_at_the_end(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
     async def test(server: Server) -> None:
-        asked = body | {"num_beams": 4, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
-        stream = await server.events(path, asked)
+        request_body = body | {"num_beams": 4, "n": 3, "stream": True, "stream_options": {"include_usage": True}}
+        stream = await server.events(path, request_body)
         for event in stream[:-1]:
-            check(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
+            check_schema(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
         field = "delta" if "chat" in path else "text"
-        assert told(stream, field) == dict(enumerate(FOUND))
+        assert choice_texts(stream, field) == dict(enumerate(BEAM_TEXTS))
         ends = [choice for event in stream[:-1] for choice in event["choices"] if choice["finish_reason"]]
         assert [(choice["index"], choice["score"]) for choice in ends] == [(0, -0.25), (1, -0.5), (2, -0.75)]
         others = [choice for event in stream[:-1] for choice in event["choices"] if not choice["finish_reason"]]
@@ -333,7 +339,7 @@ def test_streams_tell_the_choices_in_turn(tokenizer: Tokenizer, path: str, body:
     serve(tokenizer, test)
 
 
-@BOTH
+@CHAT_AND_COMPLETION
 @pytest.mark.parametrize(
     ("given", "parameter", "message"),
     [
@@ -359,7 +365,7 @@ def test_streams_tell_the_choices_in_turn(tokenizer: Tokenizer, path: str, body:
         ({"num_beams": 4, "force_words_ids": [[3]]}, "force_words_ids", "`force_words_ids` is not supported"),
     ],
 )
-def test_what_is_invalid_is_a_400(
+def test_invalid_beam_parameters_of_openai_are_a_400_that_names_them(
     tokenizer: Tokenizer, path: str, body: dict[str, Any], given: dict[str, Any], parameter: str, message: str
 ) -> None:
     async def test(server: Server) -> None:
@@ -372,17 +378,17 @@ def test_what_is_invalid_is_a_400(
     serve(tokenizer, test)
 
 
-def test_what_asks_for_no_beams_is_taken(tokenizer: Tokenizer) -> None:
+def test_neutral_beam_parameters_are_accepted_without_beams(tokenizer: Tokenizer) -> None:
     neutral = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
-    absent = {"num_beam_groups": 1, "diversity_penalty": 0.0, "force_words_ids": []}
-    ours = {"num_return_sequences": 1, "stream_beams": False, **absent}
-    vllm = {"use_beam_search": False, "beam_width": 1, **ours}
+    unsupported = {"num_beam_groups": 1, "diversity_penalty": 0.0, "force_words_ids": []}
+    tgi_parameters = {"num_return_sequences": 1, "stream_beams": False, **unsupported}
+    openai_parameters = {"use_beam_search": False, "beam_width": 1, **tgi_parameters}
 
     async def test(server: Server) -> None:
         for path, body in (
-            ("/generate", native(**neutral, **ours)),
-            ("/v1/completions", {"prompt": "hi", "max_tokens": 20, **neutral, **vllm}),
-            ("/v1/responses", {"input": "hi", "max_output_tokens": 20, **neutral, **vllm}),
+            ("/generate", tgi_body(**neutral, **tgi_parameters)),
+            ("/v1/completions", {"prompt": "hi", "max_tokens": 20, **neutral, **openai_parameters}),
+            ("/v1/responses", {"input": "hi", "max_output_tokens": 20, **neutral, **openai_parameters}),
         ):
             status, _, response = await server.post(path, body)
             assert (status, response.headers.get("x-ignored-fields")) == (200, None)
@@ -391,7 +397,7 @@ def test_what_asks_for_no_beams_is_taken(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_responses_take_the_best(tokenizer: Tokenizer) -> None:
+def test_responses_route_returns_the_best_beam(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         body = {"input": "hi", "max_output_tokens": 20, "num_beams": 4, "length_penalty": 0.0}
         _, answer, _ = await server.post("/v1/responses", body)

@@ -1,4 +1,4 @@
-"""Routes whose bodies may be of TGI's or of OpenAI's kind."""
+"""Routes that accept both TGI's and OpenAI's bodies: /invocations (SageMaker), /vertex, /tokenize, /chat_tokenize."""
 
 import json
 from collections.abc import Collection
@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_sagemaker_takes_all_three_kinds(tokenizer: Tokenizer) -> None:
+def test_invocations_accepts_inputs_messages_and_prompt(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         assert (await server.post("/invocations", {"inputs": "hi"}))[1] == [{"generated_text": "hiHello you"}]
         _, body, _ = await server.post("/invocations", {**CHAT, "model": "tgi"})
@@ -31,32 +31,32 @@ def test_sagemaker_takes_all_three_kinds(tokenizer: Tokenizer) -> None:
         assert (body["object"], body["choices"][0]["text"]) == ("text_completion", "Hello you")
         events = await server.events("/invocations", {"inputs": "hi", "stream": True})
         assert (events[0]["index"], events[-1]["generated_text"]) == (1, "hiHello you")
-        for asked in (CHAT, {"prompt": "hi"}):
-            assert (await server.events("/invocations", {**asked, "stream": True}))[-1] == "[DONE]"
+        for request_body in (CHAT, {"prompt": "hi"}):
+            assert (await server.events("/invocations", {**request_body, "stream": True}))[-1] == "[DONE]"
 
     serve(tokenizer, test)
 
 
-def test_names_are_looked_for_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_names_of_a_body_are_parsed_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     names_of = body._names
 
-    def noted(text: str) -> Collection[str]:
+    def recording_names(text: str) -> Collection[str]:
         found.append(names_of(text))
         return found[-1]
 
     async def test(server: Server) -> None:
-        for path, asked in (("/invocations", {"prompt": "hi", "new": [1]}), ("/tokenize", CHAT)):
-            status, _, response = await server.post(path, asked)
-            assert (status, found.pop(), found) == (200, tuple(asked), [])
-            assert response.headers.get("x-ignored-fields") == ("new" if "new" in asked else None)
+        for path, request_body in (("/invocations", {"prompt": "hi", "new": [1]}), ("/tokenize", CHAT)):
+            status, _, response = await server.post(path, request_body)
+            assert (status, found.pop(), found) == (200, tuple(request_body), [])
+            assert response.headers.get("x-ignored-fields") == ("new" if "new" in request_body else None)
 
-    monkeypatch.setattr(body, "_names", noted)
+    monkeypatch.setattr(body, "_names", recording_names)
     serve(tokenizer, test)
 
 
 @pytest.mark.parametrize(
-    ("data", "status", "words"),
+    ("data", "status", "message"),
     [
         (b"{", 400, "JSON"),
         (b"[]", 422, "`object`"),
@@ -69,16 +69,16 @@ def test_names_are_looked_for_once(tokenizer: Tokenizer, monkeypatch: pytest.Mon
         (b'{"prompt": []}', 422, "`prompt`"),
     ],
 )
-def test_sagemakers_bad_bodies(tokenizer: Tokenizer, data: bytes, status: int, words: str) -> None:
+def test_invalid_bodies_of_invocations_have_tgis_error_format(tokenizer: Tokenizer, data: bytes, status: int, message: str) -> None:
     async def test(server: Server) -> None:
         found, body, _ = await server.post("/invocations", data)
         assert (found, set(body)) == (status, {"error", "error_type"})
-        assert words in body["error"]
+        assert message in body["error"]
 
     serve(tokenizer, test)
 
 
-def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
+def test_vertex_returns_a_prediction_for_each_instance(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         instances: list[Any] = [
             {"inputs": "hi"},
@@ -88,8 +88,8 @@ def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
         status, body, response = await server.post("/vertex", {"instances": instances})
         assert (status, body) == (200, {"predictions": ["Hello you", "hoHell", "Hello"]})
         assert response.headers["x-generated-tokens"] == "19"
-        plain, truncated, chat = server.batcher.requests
-        assert plain.sampling.temperature == 1.0, "no parameters: sampled, as /generate"
+        default, truncated, chat = server.batcher.requests
+        assert default.sampling.temperature == 1.0, "no parameters: sampled, as /generate"
         assert truncated.max_new_tokens == 4
         assert (chat.max_new_tokens, chat.sampling.temperature, chat.sampling.top_p) == (5, 0.7, 0.9)
         assert len(chat.prompt) == 3
@@ -98,7 +98,7 @@ def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ({"instances": []}, "`instances` must have from 1 to 3 entries. Given: 0"),
         ({"instances": [{"inputs": "a"}] * 4}, "`instances` must have from 1 to 3 entries. Given: 4"),
@@ -122,31 +122,33 @@ def test_vertex_predicts_for_each_instance(tokenizer: Tokenizer) -> None:
         ({"instances": [{**CHAT, "max_tokens": 0}]}, "error: instances[0]: `max_tokens` must be strictly positive"),
     ],
 )
-def test_vertex_refuses(tokenizer: Tokenizer, body: dict[str, Any], words: str) -> None:
+def test_invalid_vertex_instances_are_a_422_that_names_them(tokenizer: Tokenizer, body: dict[str, Any], message: str) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post("/vertex", body)
         assert (status, answer["error_type"]) == (422, "validation")
-        assert words in answer["error"]
+        assert message in answer["error"]
         assert server.batcher.requests == []
 
     serve(tokenizer, test, settings={"max_concurrent_requests": 3})
 
 
-def test_vertex_has_one_status_for_all(tokenizer: Tokenizer) -> None:
+def test_failure_of_one_vertex_instance_fails_the_request(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, response = await server.post("/vertex", {"instances": [{"inputs": "a"}, {"inputs": "b"}]})
         assert (status, body["error_type"], response.headers["Retry-After"]) == (429, "overloaded", "1")
 
-    serve(tokenizer, test, refuses=Overloaded("full"))
+    serve(tokenizer, test, fails_with=Overloaded("full"))
 
 
-def test_vertexs_own_paths(tokenizer: Tokenizer) -> None:
+def test_aip_predict_and_health_routes_are_served(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        asked = {"instances": [{"inputs": "hi"}]}
+        request_body = {"instances": [{"inputs": "hi"}]}
         path = "/v1/endpoints/1/deployedModels/2:predict"
-        assert (await server.post(path, asked))[0] == 401
+        assert (await server.post(path, request_body))[0] == 401
         for each in (path, "/vertex"):
-            assert (await server.post(each, asked, headers={"Authorization": "Bearer k"}))[1] == {"predictions": ["Hello you"]}
+            assert (await server.post(each, request_body, headers={"Authorization": "Bearer k"}))[1] == {
+                "predictions": ["Hello you"]
+            }
         assert (await server.get("/ready"))[:2] == (200, b"")
         assert (await server.get("/health"))[:2] == (200, b"")
 
@@ -170,8 +172,10 @@ def test_vertexs_own_paths(tokenizer: Tokenizer) -> None:
         ("aip_health_route", "/docs", "GET /docs"),
     ],
 )
-def test_vertexs_paths_are_nobody_elses(tokenizer: Tokenizer, setting: str, path: str, owner: str) -> None:
-    """Else the other would answer, and who asks for metrics would need no key."""
+def test_aip_route_that_the_server_has_already_is_refused_at_startup(
+    tokenizer: Tokenizer, setting: str, path: str, owner: str
+) -> None:
+    """Otherwise the other handler would answer, and metrics would need no API key."""
 
     async def test(server: Server) -> None:
         raise AssertionError("it starts")
@@ -181,8 +185,8 @@ def test_vertexs_paths_are_nobody_elses(tokenizer: Tokenizer, setting: str, path
     assert str(caught.value) == f"--{setting.replace('_', '-')} {path} is the server's own {owner}: choose another path"
 
 
-def test_vertexs_paths_are_not_below_the_operators(tokenizer: Tokenizer) -> None:
-    """Else whoever has no API key would get answers there: another key is asked below /admin/, by each handler itself."""
+def test_aip_route_below_admin_is_refused_at_startup(tokenizer: Tokenizer) -> None:
+    """Otherwise it would need no API key: below /admin/ each handler checks for the admin key itself."""
 
     async def test(server: Server) -> None:
         raise AssertionError(f"it starts, and says {await server.post('/admin/vertex', {'instances': [{'inputs': 'hi'}]})}")
@@ -192,7 +196,7 @@ def test_vertexs_paths_are_not_below_the_operators(tokenizer: Tokenizer) -> None
         serve(tokenizer, test, settings=settings)
 
 
-def test_vertex_may_ask_any_probe(tokenizer: Tokenizer) -> None:
+def test_aip_health_route_may_be_an_existing_probe(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         assert (await server.get("/health/live"))[0] == 200
         assert (await server.post("/info", {"instances": [{"inputs": "hi"}]}))[1] == {"predictions": ["Hello you"]}
@@ -200,7 +204,7 @@ def test_vertex_may_ask_any_probe(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings={"aip_health_route": "/health/live", "aip_predict_route": "/info"})
 
 
-def test_a_chats_tokens(tokenizer: Tokenizer) -> None:
+def test_chat_tokenize_returns_the_templated_text_and_tokens(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post("/chat_tokenize", {**CHAT, "max_tokens": 5})
         assert body["templated_text"] == TEMPLATED
@@ -209,15 +213,15 @@ def test_a_chats_tokens(tokenizer: Tokenizer) -> None:
         assert tokens[1] == {"id": tokenizer.encode("u", False)[0], "text": "u", "start": 1, "stop": 2}
         _, body, _ = await server.post("/chat_tokenize", {"messages": [{"role": "assistant", "content": "é"}]})
         assert body["templated_text"] == "[assistant]é", "continued, as in an answer"
-        for asked in ({}, {"messages": []}, {"messages": [{"role": 1}]}, {"messages": "hi"}):
-            status, body, _ = await server.post("/chat_tokenize", asked)
+        for request_body in ({}, {"messages": []}, {"messages": [{"role": 1}]}, {"messages": "hi"}):
+            status, body, _ = await server.post("/chat_tokenize", request_body)
             assert (status, "messages" in body["error"]) == (422, True)
         assert server.batcher.requests == []
 
     serve(tokenizer, test, ready=False, limits=None)
 
 
-def test_vllms_tokenize_of_a_chat(tokenizer: Tokenizer) -> None:
+def test_tokenize_of_a_chat_answers_in_vllms_format(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post("/tokenize", {**CHAT, "model": "m"})
         ids = tokenizer.encode(TEMPLATED, False)

@@ -1,4 +1,4 @@
-"""Images over real HTTP, on all routes that take or refuse them."""
+"""Images over real HTTP with a fake batcher, on all routes that accept or refuse them."""
 
 import base64
 import logging
@@ -13,7 +13,7 @@ from penstock.router.record import begin
 from penstock.router.request import Item, Limits, Request, Sink
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, serve, until
-from penstock.tests.router.vision_models import encoded, make_folder, picture
+from penstock.tests.router.vision_models import encoded, make_image_model, noise_image
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 LIMITS = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=300, images=True)
@@ -23,7 +23,7 @@ def data_url(image: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(image).decode()
 
 
-RED, BLUE = (data_url(encoded(picture(112, 56, seed=seed))) for seed in (1, 2))  # 2 rows of 4 tokens
+RED, BLUE = (data_url(encoded(noise_image(112, 56, seed=seed))) for seed in (1, 2))  # 2 rows of 4 tokens
 TEXT = {"type": "text", "text": "What is in "}
 PART = {"type": "image_url", "image_url": {"url": RED}}
 
@@ -35,11 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    return make_folder(folder)
+    return make_image_model(folder)
 
 
-def shown(tokenizer: Tokenizer, request: Request) -> str:
-    """The prompt, with I for an image's token."""
+def prompt_text(tokenizer: Tokenizer, request: Request) -> str:
+    """The prompt, with I for each image token."""
     return "".join("I" if id >= LIMITS.vocabulary else tokenizer.token_text(id) for id in request.prompt)
 
 
@@ -57,14 +57,14 @@ def user(*parts: Any) -> dict[str, Any]:
         {"type": "image", "image": RED},
     ],
 )
-def test_a_chat_shows_images_where_they_stand(folder: Path, tokenizer: Tokenizer, part: dict[str, Any]) -> None:
+def test_chat_has_image_tokens_at_the_positions_of_its_images(folder: Path, tokenizer: Tokenizer, part: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         other = {"type": "image_url", "image_url": {"url": BLUE}}
         status, answer, _ = await server.post(CHAT, user(TEXT, part, other, {"type": "text", "text": "?"}))
         assert (status, answer["choices"][0]["message"]["content"]) == (200, "Hello you")
         [request] = server.batcher.requests
         image = f"<|vision_start|>{'I' * 8}<|vision_end|>"
-        assert shown(tokenizer, request) == f"[user]What is in {image}{image}?[assistant]"
+        assert prompt_text(tokenizer, request) == f"[user]What is in {image}{image}?[assistant]"
         first, second = request.images
         assert request.prompt[first.start : first.start + 8] != request.prompt[second.start : second.start + 8]
         assert all(id >= 300 for one in request.images for id in request.prompt[one.start : one.start + 8])
@@ -78,7 +78,7 @@ def test_a_chat_shows_images_where_they_stand(folder: Path, tokenizer: Tokenizer
     serve(tokenizer, test, settings={"folder": str(folder), "max_images": 2}, limits=LIMITS)
 
 
-def test_images_of_all_messages_are_in_order(folder: Path, tokenizer: Tokenizer) -> None:
+def test_images_of_several_messages_are_in_order(folder: Path, tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         other = {"type": "image_url", "image_url": {"url": BLUE}}
         messages = [
@@ -96,20 +96,20 @@ def test_images_of_all_messages_are_in_order(folder: Path, tokenizer: Tokenizer)
     serve(tokenizer, test, settings={"folder": str(folder), "max_images": 3}, limits=LIMITS)
 
 
-def test_responses(folder: Path, tokenizer: Tokenizer) -> None:
+def test_responses_route_accepts_input_images(folder: Path, tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         parts = [{"type": "input_text", "text": "What is in "}, {"type": "input_image", "image_url": RED, "detail": "high"}]
         body = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 10}
         status, answer, _ = await server.post(RESPONSES, body)
         assert (status, answer["output"][0]["content"][0]["text"]) == (200, "Hello you")
         [request] = server.batcher.requests
-        assert shown(tokenizer, request) == f"[user]What is in <|vision_start|>{'I' * 8}<|vision_end|>[assistant]"
+        assert prompt_text(tokenizer, request) == f"[user]What is in <|vision_start|>{'I' * 8}<|vision_end|>[assistant]"
         assert answer["usage"]["input_tokens"] == len(request.prompt)
 
     serve(tokenizer, test, settings={"folder": str(folder), "max_images": 1}, limits=LIMITS)
 
 
-def test_markdown(folder: Path, tokenizer: Tokenizer) -> None:
+def test_markdown_images_in_tgis_inputs(folder: Path, tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         inputs = f"![]({RED})What is ![](b)?"
         status, answer, _ = await server.post("/generate", {"inputs": inputs})
@@ -122,7 +122,7 @@ def test_markdown(folder: Path, tokenizer: Tokenizer) -> None:
         assert (status, answer["generated_text"]) == (200, inputs + "Hello you")
         assert response.headers["x-compute-characters"] == str(len(inputs))
         image = f"<|vision_start|>{'I' * 8}<|vision_end|>"
-        assert shown(tokenizer, server.batcher.requests[0]) == f"<s>{image}What is in {image}?"
+        assert prompt_text(tokenizer, server.batcher.requests[0]) == f"<s>{image}What is in {image}?"
         assert len(await server.events("/generate_stream", {"inputs": inputs})) == 10
         assert server.batcher.requests[1].prompt == server.batcher.requests[0].prompt
         body = {"inputs": inputs, "parameters": {"decoder_input_details": True}}
@@ -135,32 +135,32 @@ def test_markdown(folder: Path, tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings={"folder": str(folder), "max_images": 2}, limits=LIMITS)
 
 
-def test_where_no_images_are_seen_markdown_is_a_text(tokenizer: Tokenizer) -> None:
+def test_markdown_is_text_if_the_model_has_no_images(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, _, _ = await server.post("/generate", {"inputs": "![](http://x) <|image_pad|>"})
         assert status == 200
-        assert shown(tokenizer, server.batcher.requests[0]) == "<s>![](http://x) <|image_pad|>"
+        assert prompt_text(tokenizer, server.batcher.requests[0]) == "<s>![](http://x) <|image_pad|>"
         assert (await server.post("/tokenize", {"inputs": "![](http://x)"}))[0] == 200
 
     serve(tokenizer, test, limits=LIMITS)
 
 
-TWO = "`messages` must have at most 2 images (--max-images). Given: 3"
-PLACES = (
+TOO_MANY = "`messages` must have at most 2 images (--max-images). Given: 3"
+TOO_MANY_PLACEHOLDERS = (
     "`messages` has 2 places for images (<|image_pad|>), and 1 images: a text must not have <|image_pad|> itself, and a chat "
     "template must write it for each"
 )
-PLAIN = "image 1 must be a URL that begins with data:, http:// or https://"
+INVALID_SCHEME = "image 1 must be a URL that begins with data:, http:// or https://"
 
 
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        (CHAT, user(PART, PART, PART), TWO),
-        (CHAT, user(PART, {"type": "text", "text": "<|image_pad|>"}), PLACES),
+        (CHAT, user(PART, PART, PART), TOO_MANY),
+        (CHAT, user(PART, {"type": "text", "text": "<|image_pad|>"}), TOO_MANY_PLACEHOLDERS),
         (CHAT, user(PART) | {"truncate_prompt_tokens": 5}, "`truncate_prompt_tokens` together with images is not supported"),
         (CHAT, user(PART) | {"prompt_logprobs": 1}, "`prompt_logprobs` together with images is not supported"),
-        (CHAT, user({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}), PLAIN),
+        (CHAT, user({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}), INVALID_SCHEME),
         (CHAT, user({"type": "image_url"}), "`messages[0].content` has an image without a URL in `image_url`"),
         (
             CHAT,
@@ -187,27 +187,29 @@ PLAIN = "image 1 must be a URL that begins with data:, http:// or https://"
         (
             RESPONSES,
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": RED}] * 3}]},
-            TWO.replace("messages", "input"),
+            TOO_MANY.replace("messages", "input"),
         ),
         ("/tokenize", user(PART), "Input validation error: `messages` with images is not supported on this route"),
         ("/tokenize", {"inputs": f"![]({RED})hi"}, "Input validation error: `inputs` with images is not supported on this route"),
         ("/chat_tokenize", user(PART), "Input validation error: `messages` with images is not supported on this route"),
-        ("/generate", {"inputs": f"![]({RED})" * 3}, "Input validation error: " + TWO.replace("messages", "inputs")),
+        ("/generate", {"inputs": f"![]({RED})" * 3}, "Input validation error: " + TOO_MANY.replace("messages", "inputs")),
     ],
 )
-def test_it_is_refused(folder: Path, tokenizer: Tokenizer, path: str, body: dict[str, Any], message: str) -> None:
+def test_invalid_or_unsupported_images_are_refused(
+    folder: Path, tokenizer: Tokenizer, path: str, body: dict[str, Any], message: str
+) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(path, body)
         assert status == (400 if path.startswith("/v1") else 422)
-        said = answer["error"]["message"] if path.startswith("/v1") else answer["error"]
-        assert said.startswith(message)
+        error = answer["error"]["message"] if path.startswith("/v1") else answer["error"]
+        assert error.startswith(message)
         assert not server.batcher.requests
 
     serve(tokenizer, test, settings={"folder": str(folder), "max_images": 2}, limits=LIMITS)
 
 
-def test_a_template_that_takes_only_text_says_so(tmp_path: Path) -> None:
-    make_folder(tmp_path)
+def test_image_is_refused_if_the_chat_template_takes_only_text(tmp_path: Path) -> None:
+    make_image_model(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     tokenizer = Tokenizer(tmp_path)
 
@@ -218,7 +220,7 @@ def test_a_template_that_takes_only_text_says_so(tmp_path: Path) -> None:
     serve(tokenizer, test, settings={"folder": str(tmp_path), "max_images": 1})
 
 
-def test_a_limit_of_time_holds_for_images(folder: Path, tokenizer: Tokenizer) -> None:
+def test_timeout_includes_image_preprocessing(folder: Path, tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, _, _ = await server.post(CHAT, user(PART) | {"timeout": 0.001})
         assert status == 504
@@ -226,8 +228,8 @@ def test_a_limit_of_time_holds_for_images(folder: Path, tokenizer: Tokenizer) ->
     serve(tokenizer, test, settings={"folder": str(folder), "max_images": 1}, limits=LIMITS)
 
 
-def test_images_go_with_the_answer(folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where what was found of the request's grammar is kept."""
+def test_images_are_released_after_the_response(folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even though the result of checking the request's grammar is cached."""
 
     async def test(server: Server) -> None:
         submit = server.batcher.submit
@@ -246,8 +248,10 @@ def test_images_go_with_the_answer(folder: Path, tokenizer: Tokenizer, monkeypat
     serve(tokenizer, test, settings={"folder": str(folder), "max_images": 1}, limits=LIMITS)
 
 
-def test_what_prepares_them_starts_with_the_server(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tokenizer = make_folder(tmp_path)
+def test_failing_image_preprocessing_is_logged_at_startup_and_refuses_images(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = make_image_model(tmp_path)
     (tmp_path / "preprocessor_config.json").unlink()
 
     async def test(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI's routes over real HTTP: shapes, chunks, errors, and what real clients send."""
+"""OpenAI's chat and completion routes over real HTTP with a fake batcher: responses, stream chunks, parameters, errors."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ CHAT_PATH = "/v1/chat/completions"
 PATH = "/v1/completions"
 CHAT = {"model": "any", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "any", "prompt": "hi"}
-BOTH = pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (PATH, COMPLETION)])
+CHAT_AND_COMPLETION = pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (PATH, COMPLETION)])
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def test_chat(tokenizer: Tokenizer) -> None:
+def test_chat_response_has_openais_fields(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, response = await server.post(CHAT_PATH, CHAT)
         assert status == 200
@@ -57,7 +57,7 @@ def test_chat(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_chat_stream(tokenizer: Tokenizer) -> None:
+def test_chat_stream_has_a_role_chunk_one_chunk_per_token_and_a_finish_chunk(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         chunks = await server.events(CHAT_PATH, {**CHAT, "stream": True})
         assert chunks.pop() == "[DONE]"
@@ -72,7 +72,7 @@ def test_chat_stream(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_completion(tokenizer: Tokenizer) -> None:
+def test_completion_response_has_openais_fields_and_16_default_max_tokens(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post(PATH, COMPLETION)
         assert status == 200
@@ -87,7 +87,7 @@ def test_completion(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_completion_stream_with_usage(tokenizer: Tokenizer) -> None:
+def test_completion_stream_reports_usage_at_the_end_or_in_every_chunk(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         body = {**COMPLETION, "max_tokens": 3, "stream": True}
         chunks = await server.events(PATH, {**body, "stream_options": {"include_usage": True}})
@@ -109,22 +109,22 @@ def test_completion_stream_with_usage(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-@BOTH
-def test_the_stop_string_is_cut_off(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_text_ends_before_the_stop_string(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         for stop in ("o y", ["zz", "o y"]):
-            _, whole, _ = await server.post(path, {**body, "stop": stop})
+            _, unstreamed, _ = await server.post(path, {**body, "stop": stop})
             chunks = await server.events(path, {**body, "stop": stop, "stream": True})
             choices = [chunk["choices"][0] for chunk in chunks[:-1]]
             text = "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
-            choice = whole["choices"][0]
+            choice = unstreamed["choices"][0]
             assert text == (choice["text"] if "text" in choice else choice["message"]["content"]) == "Hell"
             assert choice["finish_reason"] == choices[-1]["finish_reason"] == "stop"
 
     serve(tokenizer, test)
 
 
-def test_held_text_that_was_no_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> None:
+def test_text_held_back_for_a_possible_stop_string_is_sent_at_the_end(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         chunks = await server.events(CHAT_PATH, {**CHAT, "stop": "you!", "stream": True})
         contents = [chunk["choices"][0]["delta"].get("content") for chunk in chunks[:-1]]
@@ -133,29 +133,29 @@ def test_held_text_that_was_no_stop_string_comes_at_the_end(tokenizer: Tokenizer
     serve(tokenizer, test)
 
 
-def test_parts_of_a_character_have_their_own_bytes_and_are_found_among_their_alternatives(tokenizer: Tokenizer) -> None:
+def test_logprobs_of_tokens_within_a_character_give_each_tokens_bytes(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("é", False)
 
     async def test(server: Server) -> None:
         server.batcher._top = lambda count: tuple(Alternative(id, "\ufffd", -0.5, False) for id in ids)  # type: ignore[method-assign]
-        asked = {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 2}
-        _, body, _ = await server.post(CHAT_PATH, asked)
-        told = body["choices"][0]["logprobs"]["content"]
-        assert [entry["bytes"] for entry in told] == [[0xC3], [0xA9]]
-        assert [[(other["token"], other["bytes"]) for other in entry["top_logprobs"]] for entry in told] == [
+        request_body = {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 2}
+        _, body, _ = await server.post(CHAT_PATH, request_body)
+        entries = body["choices"][0]["logprobs"]["content"]
+        assert [entry["bytes"] for entry in entries] == [[0xC3], [0xA9]]
+        assert [[(other["token"], other["bytes"]) for other in entry["top_logprobs"]] for entry in entries] == [
             [("", [0xC3]), ("\ufffd", [0xA9])],
             [("\ufffd", [0xC3]), ("é", [0xA9])],
         ]
-        chunks = await server.events(CHAT_PATH, {**asked, "stream": True})
+        chunks = await server.events(CHAT_PATH, {**request_body, "stream": True})
         parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
-        assert [entry for part in parts if part for entry in part["content"]] == told
+        assert [entry for part in parts if part for entry in part["content"]] == entries
         _, body, _ = await server.post("/v1/completions", {"prompt": "x", "logprobs": 2, "max_tokens": 2})
         assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"": -0.5, "\ufffd": -0.5}, {"é": -0.5, "\ufffd": -0.5}]
 
-    serve(tokenizer, test, says="é</s>")
+    serve(tokenizer, test, generates="é</s>")
 
 
-def test_chat_logprobs(tokenizer: Tokenizer) -> None:
+def test_chat_logprobs_have_tokens_bytes_and_top_logprobs(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(CHAT_PATH, {**CHAT, "logprobs": True, "top_logprobs": 2, "max_tokens": 2})
         first, second = body["choices"][0]["logprobs"]["content"]
@@ -163,58 +163,62 @@ def test_chat_logprobs(tokenizer: Tokenizer) -> None:
         assert [set(other) for other in first["top_logprobs"]] == [{"token", "logprob", "bytes"}] * 2
         assert second["token"] == "e"
         chunks = await server.events(CHAT_PATH, {**CHAT, "logprobs": True, "max_tokens": 2, "stream": True})
-        told = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
-        assert (told[0], told[3]) == (None, None)
-        assert [entry["token"] for part in told[1:3] for entry in part["content"]] == ["H", "e"]
-        assert told[1]["content"][0]["top_logprobs"] == []
+        logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1]]
+        assert (logprobs[0], logprobs[3]) == (None, None)
+        assert [entry["token"] for part in logprobs[1:3] for entry in part["content"]] == ["H", "e"]
+        assert logprobs[1]["content"][0]["top_logprobs"] == []
 
     serve(tokenizer, test)
 
 
-@pytest.mark.parametrize("more", [{}, {"logprobs": True}, {"n": 2}, {"max_tokens": 3}, {"stop": "lo"}], ids=str)
-@BOTH
-def test_the_ids_of_tokens(tokenizer: Tokenizer, path: str, body: dict[str, Any], more: dict[str, Any]) -> None:
-    """All those that were generated, whatever of them is text; those of the prompt once."""
-    several = path == PATH
-    asked = body | more | {"return_token_ids": True}
-    if several:
-        asked |= {"prompt": ["hi", "you"], "logprobs": 1 if "logprobs" in more else None}
-    said = (
-        "Hello"[: 5 if "stop" in more else more.get("max_tokens", 99)] if more.keys() & {"stop", "max_tokens"} else "Hello you</s>"
+@pytest.mark.parametrize("parameters", [{}, {"logprobs": True}, {"n": 2}, {"max_tokens": 3}, {"stop": "lo"}], ids=str)
+@CHAT_AND_COMPLETION
+def test_return_token_ids_gives_all_generated_ids_and_the_prompts_ids_once(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], parameters: dict[str, Any]
+) -> None:
+    """Also the ids of tokens without text, such as those cut off by a stop string."""
+    several_prompts = path == PATH
+    request_body = body | parameters | {"return_token_ids": True}
+    if several_prompts:
+        request_body |= {"prompt": ["hi", "you"], "logprobs": 1 if "logprobs" in parameters else None}
+    expected_text = (
+        "Hello"[: 5 if "stop" in parameters else parameters.get("max_tokens", 99)]
+        if parameters.keys() & {"stop", "max_tokens"}
+        else "Hello you</s>"
     )
 
     def decoded(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False).lstrip("0123")  # of several choices each begins with its number
+        return tokenizer.decode(ids, skip_special_tokens=False).lstrip("0123")  # a later choice begins with its number
 
     async def test(server: Server) -> None:
-        _, plain, _ = await server.post(path, asked | {"return_token_ids": False})
-        _, whole, _ = await server.post(path, asked)
-        prompts = [list(request.prompt) for request in server.batcher.requests[-1 - several :]]
-        shown = more.get("n", 1)
-        for choice, same in zip(whole["choices"], plain["choices"], strict=True):
-            assert decoded(choice.pop("token_ids")) == said
-            if several:
-                assert choice.pop("prompt_token_ids") == prompts[choice["index"] // shown]
-            assert choice == same
-        assert whole.pop("prompt_token_ids", None) == (None if several else prompts[0])
-        assert whole["usage"] == plain["usage"]
-        *chunks, _ = await server.events(path, asked | {"stream": True, "stream_options": {"include_usage": True}})
-        told: dict[int, list[int]] = {}
-        heard = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
-        assert heard == ([] if several else prompts)
-        assert several or "prompt_token_ids" in chunks[0]
+        _, without_ids, _ = await server.post(path, request_body | {"return_token_ids": False})
+        _, with_ids, _ = await server.post(path, request_body)
+        prompts = [list(request.prompt) for request in server.batcher.requests[-1 - several_prompts :]]
+        choices_per_prompt = parameters.get("n", 1)
+        for choice, plain_choice in zip(with_ids["choices"], without_ids["choices"], strict=True):
+            assert decoded(choice.pop("token_ids")) == expected_text
+            if several_prompts:
+                assert choice.pop("prompt_token_ids") == prompts[choice["index"] // choices_per_prompt]
+            assert choice == plain_choice
+        assert with_ids.pop("prompt_token_ids", None) == (None if several_prompts else prompts[0])
+        assert with_ids["usage"] == without_ids["usage"]
+        *chunks, _ = await server.events(path, request_body | {"stream": True, "stream_options": {"include_usage": True}})
+        ids_by_index: dict[int, list[int]] = {}
+        prompts_sent = [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk]
+        assert prompts_sent == ([] if several_prompts else prompts)
+        assert several_prompts or "prompt_token_ids" in chunks[0]
         for chunk in chunks:
             for choice in chunk["choices"]:
                 index = choice["index"]
-                assert ("prompt_token_ids" in choice) == (several and index not in told)
-                assert choice.get("prompt_token_ids", prompts[index // shown]) == prompts[index // shown]
-                told.setdefault(index, []).extend(choice["token_ids"])
-        assert [*map(decoded, told.values())] == [said] * (1 + several) * shown
+                assert ("prompt_token_ids" in choice) == (several_prompts and index not in ids_by_index)
+                assert choice.get("prompt_token_ids", prompts[index // choices_per_prompt]) == prompts[index // choices_per_prompt]
+                ids_by_index.setdefault(index, []).extend(choice["token_ids"])
+        assert [*map(decoded, ids_by_index.values())] == [expected_text] * (1 + several_prompts) * choices_per_prompt
 
     serve(tokenizer, test)
 
 
-def test_of_a_silent_answer_the_prompt_has_ids(tokenizer: Tokenizer) -> None:
+def test_return_token_ids_with_max_tokens_0_gives_the_prompts_ids(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         body = {**COMPLETION, "max_tokens": 0, "echo": True, "return_token_ids": True}
         _, answer, _ = await server.post(PATH, body)
@@ -226,7 +230,7 @@ def test_of_a_silent_answer_the_prompt_has_ids(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_completion_logprobs(tokenizer: Tokenizer) -> None:
+def test_completion_logprobs_have_tokens_offsets_and_top_logprobs(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         expected = {"tokens": ["H", "e", "l"], "token_logprobs": [-0.5] * 3, "text_offset": [0, 1, 2]}
         _, body, _ = await server.post(PATH, {**COMPLETION, "logprobs": 1, "max_tokens": 3})
@@ -242,7 +246,7 @@ def test_completion_logprobs(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_infinite_logprobs_are_a_number(tokenizer: Tokenizer) -> None:
+def test_infinite_logprob_is_sent_as_minus_9999(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(PATH, {**COMPLETION, "logprobs": 0})
         assert body["choices"][0]["logprobs"]["token_logprobs"][0] == -9999.0
@@ -259,7 +263,9 @@ def test_infinite_logprobs_are_a_number(tokenizer: Tokenizer) -> None:
         ([[5, 6], [7]], [(5, 6), (7,)]),
     ],
 )
-def test_prompts_of_every_kind(tokenizer: Tokenizer, prompt: object, expected: list[Any]) -> None:
+def test_completion_accepts_strings_token_ids_and_lists_of_them_as_prompt(
+    tokenizer: Tokenizer, prompt: object, expected: list[Any]
+) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(PATH, {"prompt": prompt})
         prompts = [tuple(tokenizer.encode(entry)) if isinstance(entry, str) else entry for entry in expected]
@@ -276,7 +282,7 @@ def test_prompts_of_every_kind(tokenizer: Tokenizer, prompt: object, expected: l
     serve(tokenizer, test)
 
 
-def test_content_in_parts(tokenizer: Tokenizer) -> None:
+def test_text_parts_of_a_message_are_joined(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
         await server.post(CHAT_PATH, {"messages": [{"role": "user", "content": parts}]})
@@ -285,26 +291,26 @@ def test_content_in_parts(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_an_answer_that_was_begun_is_continued(tokenizer: Tokenizer) -> None:
+def test_final_assistant_message_is_continued_unless_a_generation_prompt_is_added(tokenizer: Tokenizer) -> None:
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Well"}]  # type: ignore[misc]
 
     async def test(server: Server) -> None:
         parts = [*messages[:-1], {"role": "assistant", "content": [{"type": "text", "text": "Well"}]}]
         for extra in ({}, {"continue_final_message": True}, {"messages": parts}, {"add_generation_prompt": True}):
             await server.post(CHAT_PATH, {"messages": messages, **extra})
-        begun, asked, parted, new = (tokenizer.decode(request.prompt) for request in server.batcher.requests)
-        assert begun == asked == parted == "[user]hi[assistant]Well"
-        assert new == "[user]hi[assistant]Well[assistant]"
-        called = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": []}]  # type: ignore[misc]
-        assert (await server.post(CHAT_PATH, {"messages": called}))[0] == 200
-        both = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
-        assert (await server.post(CHAT_PATH, both))[0] == 400
+        default, continued, in_parts, new_turn = (tokenizer.decode(request.prompt) for request in server.batcher.requests)
+        assert default == continued == in_parts == "[user]hi[assistant]Well"
+        assert new_turn == "[user]hi[assistant]Well[assistant]"
+        without_content = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": []}]  # type: ignore[misc]
+        assert (await server.post(CHAT_PATH, {"messages": without_content}))[0] == 200
+        contradiction = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+        assert (await server.post(CHAT_PATH, contradiction))[0] == 400
 
     serve(tokenizer, test)
 
 
-@BOTH
-def test_parameters_arrive(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_sampling_parameters_reach_the_batcher(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         given = {
             "temperature": 0.5,
@@ -333,8 +339,8 @@ def test_parameters_arrive(tokenizer: Tokenizer, path: str, body: dict[str, Any]
     serve(tokenizer, test)
 
 
-@BOTH
-def test_a_top_p_of_0_leaves_one_token_as_with_openai(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_top_p_0_is_accepted_and_becomes_tiny_but_positive(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(path, {**body, "top_p": 0})
         assert status == 200, answer
@@ -345,15 +351,15 @@ def test_a_top_p_of_0_leaves_one_token_as_with_openai(tokenizer: Tokenizer, path
     serve(tokenizer, test)
 
 
-@BOTH
-def test_neutral_values_are_neutral(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_neutral_parameter_values_change_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0}
         neutral |= {"n": 1, "ignore_eos": True, "max_tokens": 10, "stop": [], "tools": [], "tool_choice": "none", "echo": False}
         neutral |= {"logit_bias": {}, "response_format": {"type": "text"}, "user": "me", "unheard_of": {"x": 1}}
         status, answer, _ = await server.post(path, {**body, **neutral})
         assert status == 200, answer
-        assert answer["choices"][0]["finish_reason"] == "length"  # the end token is the last that is allowed, and is ignored
+        assert answer["choices"][0]["finish_reason"] == "length"  # the EOS token is the last of max_tokens, and is ignored
         (request,) = server.batcher.requests
         assert request.sampling == type(request.sampling)()
         assert request.end_ids == ()
@@ -361,8 +367,8 @@ def test_neutral_values_are_neutral(tokenizer: Tokenizer, path: str, body: dict[
     serve(tokenizer, test)
 
 
-@BOTH
-def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_null_parameters_are_accepted(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     names = (
         "stream stream_options temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias seed "
         "max_tokens max_completion_tokens stop stop_token_ids ignore_eos n best_of echo suffix tools tool_choice response_format "
@@ -375,7 +381,7 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
     serve(tokenizer, test)
 
 
-@BOTH
+@CHAT_AND_COMPLETION
 @pytest.mark.parametrize(
     ("given", "parameter", "message"),
     [
@@ -437,7 +443,7 @@ def test_nulls_are_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]
         ({"logit_bias": [1.0]}, "logit_bias", "Expected `object | null`, got `array` - at `$.logit_bias`"),
     ],
 )
-def test_what_is_invalid_is_a_400(
+def test_invalid_parameter_is_a_400_that_names_it(
     tokenizer: Tokenizer, path: str, body: dict[str, Any], given: dict[str, Any], parameter: str, message: str
 ) -> None:
     async def test(server: Server) -> None:
@@ -451,11 +457,11 @@ def test_what_is_invalid_is_a_400(
     serve(tokenizer, test)
 
 
-def test_more_prompts_than_can_be_in_flight_are_not_told_to_come_again(tokenizer: Tokenizer) -> None:
+def test_more_prompts_than_max_concurrent_requests_are_a_400_not_a_429(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(PATH, {"prompt": ["a"] * 3})
-        said = "Number of prompts exceeds the maximum allowed batch size of 2 (--max-concurrent-requests). Given: 3"
-        assert (status, answer["error"]["message"]) == (400, said)
+        message = "Number of prompts exceeds the maximum allowed batch size of 2 (--max-concurrent-requests). Given: 3"
+        assert (status, answer["error"]["message"]) == (400, message)
         assert json.loads((await server.get("/info"))[1])["max_client_batch_size"] == 2
 
     serve(tokenizer, test, settings={"max_concurrent_requests": 2})
@@ -507,7 +513,9 @@ def test_more_prompts_than_can_be_in_flight_are_not_told_to_come_again(tokenizer
         (CHAT_PATH, {**CHAT, "top_logprobs": 2}, "`top_logprobs` needs `logprobs`: true"),
     ],
 )
-def test_bad_prompts(tokenizer: Tokenizer, path: str, body: dict[str, Any], message: str) -> None:
+def test_invalid_prompts_messages_and_limits_are_a_400_with_a_message(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], message: str
+) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(path, body)
         assert (status, answer["error"]["message"]) == (400, message)
@@ -523,7 +531,7 @@ def test_bad_prompts(tokenizer: Tokenizer, path: str, body: dict[str, Any], mess
         (PATH, {"prompt": "a", "temperature": "x"}, "temperature"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(tokenizer: Tokenizer, path: str, body: dict[str, Any], parameter: str) -> None:
+def test_missing_or_mistyped_field_is_named_in_param(tokenizer: Tokenizer, path: str, body: dict[str, Any], parameter: str) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(path, body)
         assert (status, answer["error"]["param"]) == (400, parameter)
@@ -532,7 +540,7 @@ def test_what_is_missing_or_wrong_is_named(tokenizer: Tokenizer, path: str, body
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"x": ' + b"[" * 100_000])
-def test_bad_json(tokenizer: Tokenizer, data: bytes) -> None:
+def test_malformed_json_is_a_400_in_openais_error_format(tokenizer: Tokenizer, data: bytes) -> None:
     async def test(server: Server) -> None:
         for path in (PATH, CHAT_PATH):
             status, answer, _ = await server.post(path, data)
@@ -542,16 +550,16 @@ def test_bad_json(tokenizer: Tokenizer, data: bytes) -> None:
     serve(tokenizer, test)
 
 
-@BOTH
+@CHAT_AND_COMPLETION
 @pytest.mark.parametrize(
     ("behaviour", "status", "kind"),
     [
-        ({"refuses": Overloaded("full")}, 429, "overloaded_error"),
-        ({"refuses": Broken("rank 0 died")}, 500, "server_error"),
+        ({"fails_with": Overloaded("full")}, 429, "overloaded_error"),
+        ({"fails_with": Broken("rank 0 died")}, 500, "server_error"),
         ({"ready": False, "stage": "loading", "limits": None}, 503, "server_error"),
     ],
 )
-def test_failures_before_the_first_byte_are_statuses(
+def test_failure_before_the_first_token_sets_status_and_retry_headers(
     tokenizer: Tokenizer, path: str, body: dict[str, Any], behaviour: dict[str, Any], status: int, kind: str
 ) -> None:
     async def test(server: Server) -> None:
@@ -564,30 +572,30 @@ def test_failures_before_the_first_byte_are_statuses(
     serve(tokenizer, test, **behaviour)
 
 
-@BOTH
-def test_a_failure_in_the_middle_is_an_event_before_done(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+@CHAT_AND_COMPLETION
+def test_failure_during_a_stream_is_an_error_event_before_done(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         *_, error, done = await server.events(path, {**body, "stream": True})
         assert done == "[DONE]"
         assert error["error"]["message"] == "Request failed during generation: gone"
         assert error["error_type"] == "generation"
 
-    serve(tokenizer, test, breaks=(3, Broken("gone")))
+    serve(tokenizer, test, fails_after=(3, Broken("gone")))
 
 
-def test_one_failure_of_several_prompts_ends_all(tokenizer: Tokenizer) -> None:
+def test_failure_of_one_prompt_fails_the_request_and_closes_all_streams(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(PATH, {"prompt": ["a", "b", "c"]})
         assert (status, answer["error"]["code"]) == (500, "generation")
         await until(lambda: server.batcher.closed == 3)
 
-    serve(tokenizer, test, breaks=(3, Broken("gone")))
+    serve(tokenizer, test, fails_after=(3, Broken("gone")))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (PATH, {"prompt": ["a", "b", "c"]})])
 @pytest.mark.parametrize("tokens", [0, 4])
-def test_a_client_that_leaves_closes_all_streams(
+def test_client_disconnect_closes_all_streams(
     tokenizer: Tokenizer, path: str, body: dict[str, Any], tokens: int, streaming: bool
 ) -> None:
     count = 3 if path == PATH else 1
@@ -595,19 +603,19 @@ def test_a_client_that_leaves_closes_all_streams(
     async def test(server: Server) -> None:
         task = asyncio.create_task(server.post(path, {**body, "stream": streaming}))
         await until(lambda: server.batcher.opened == count)
-        assert server.batcher.pace is not None
+        assert server.batcher.token_permits is not None
         for _ in range(tokens):
-            server.batcher.pace.release()
-        await until(lambda: server.batcher.told == tokens)
+            server.batcher.token_permits.release()
+        await until(lambda: server.batcher.tokens_sent == tokens)
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         await until(lambda: server.batcher.closed == count)
 
-    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+    serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
 
 
-def test_models_answer_while_loading(tokenizer: Tokenizer) -> None:
+def test_model_list_is_answered_while_shards_load(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         async with server.client.get("/v1/models") as response:
             body = await response.json()
@@ -620,24 +628,24 @@ def test_models_answer_while_loading(tokenizer: Tokenizer) -> None:
 ADAPTERS = {"adapters": ("french", "some/other")}
 
 
-@BOTH
-def test_an_adapter_by_the_models_name(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
-    """Any other name is the model's. What it leaves in the cache, only those find who go by it."""
+@CHAT_AND_COMPLETION
+def test_model_name_selects_the_adapter_and_its_cache_key(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    """Every name that is no adapter's means the base model. Prefix cache entries are not shared between adapters."""
 
     async def test(server: Server) -> None:
         for name in ("french", "gpt-4", "some/model", "some/other"):
             status, content, _ = await server.post(path, {**body, "model": name})
             assert (status, content["model"]) == (200, name)
         await server.post(path, {**body, "model": "french", "cache_salt": "mine"})
-        asked = server.batcher.requests
-        assert [request.adapter for request in asked] == ["french", "", "", "some/other", "french"]
-        assert len({request.cache_key for request in asked}) == 4
-        assert asked[1].cache_key == asked[2].cache_key
+        requests = server.batcher.requests
+        assert [request.adapter for request in requests] == ["french", "", "", "some/other", "french"]
+        assert len({request.cache_key for request in requests}) == 4
+        assert requests[1].cache_key == requests[2].cache_key
 
     serve(tokenizer, test, settings=ADAPTERS)
 
 
-def test_adapters_among_the_models(tokenizer: Tokenizer) -> None:
+def test_model_list_includes_adapters_with_their_parent(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         async with server.client.get("/v1/models") as response:
             found = (await response.json())["data"]
@@ -655,7 +663,7 @@ def test_adapters_among_the_models(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings=ADAPTERS)
 
 
-def test_a_model_by_its_name(tokenizer: Tokenizer) -> None:
+def test_model_is_found_by_name_and_an_unknown_one_is_a_404(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.get("/v1/models/some/model")
         assert (status, json.loads(body)["id"]) == (200, "some/model")
@@ -665,7 +673,7 @@ def test_a_model_by_its_name(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-@BOTH
+@CHAT_AND_COMPLETION
 def test_min_tokens_reach_the_batcher(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         await server.post(path, {**body, "min_tokens": 3})
@@ -674,7 +682,7 @@ def test_min_tokens_reach_the_batcher(tokenizer: Tokenizer, path: str, body: dic
     serve(tokenizer, test)
 
 
-def test_models_tell_the_length(tokenizer: Tokenizer) -> None:
+def test_model_list_reports_max_model_len(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         async with server.client.get("/v1/models") as response:
             assert (await response.json())["data"][0]["max_model_len"] == 128
@@ -682,7 +690,7 @@ def test_models_tell_the_length(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_http_errors_have_openais_shape(tokenizer: Tokenizer) -> None:
+def test_http_errors_have_openais_error_format(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         key = {"Authorization": "Bearer key"}
         cases: list[tuple[str, dict[str, str], int, str]] = [
@@ -698,7 +706,7 @@ def test_http_errors_have_openais_shape(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings={"api_keys": ("other", "key")})
 
 
-def test_chat_with_several_choices(tokenizer: Tokenizer) -> None:
+def test_chat_with_n_returns_all_choices_and_sums_their_usage(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(CHAT_PATH, {**CHAT, "n": 3, "temperature": 0})
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
@@ -711,7 +719,7 @@ def test_chat_with_several_choices(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_choices_are_streamed_interleaved_by_index(tokenizer: Tokenizer) -> None:
+def test_streamed_choices_are_interleaved_and_told_apart_by_index(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         body = {**CHAT, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
         *chunks, last, done = await server.events(CHAT_PATH, body)
@@ -727,14 +735,14 @@ def test_choices_are_streamed_interleaved_by_index(tokenizer: Tokenizer) -> None
     serve(tokenizer, test)
 
 
-def test_several_prompts_with_several_choices_are_numbered_through(tokenizer: Tokenizer) -> None:
+def test_choices_of_several_prompts_are_numbered_consecutively(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        asked = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 16, "logprobs": 0}
-        _, body, _ = await server.post(PATH, asked)
+        request_body = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 16, "logprobs": 0}
+        _, body, _ = await server.post(PATH, request_body)
         assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
         assert [choice["text"] for choice in body["choices"]] == ["Hello you", "1Hello you"] * 2
         assert body["usage"] == usage(5, 42)
-        chunks = await server.events(PATH, {**asked, "stream": True})
+        chunks = await server.events(PATH, {**request_body, "stream": True})
         texts = ["", "", "", ""]
         for chunk in chunks[:-1]:
             (choice,) = chunk["choices"]
@@ -744,11 +752,11 @@ def test_several_prompts_with_several_choices_are_numbered_through(tokenizer: To
     serve(tokenizer, test)
 
 
-def test_the_best_of_many_are_answered_best_first(tokenizer: Tokenizer) -> None:
-    """The fake's later choices are less probable; `best_of` alone draws more than it shows."""
+def test_best_of_returns_the_n_most_probable_choices_best_first(tokenizer: Tokenizer) -> None:
+    """The fake batcher's later choices are less probable by default."""
 
     async def test(server: Server) -> None:
-        server.batcher.logprob = 0.5  # so that later ones are more probable
+        server.batcher.logprob = 0.5  # makes later choices more probable
         _, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 4, "n": 2})
         assert [choice["text"] for choice in body["choices"]] == ["3Hello you", "2Hello you"]
         assert body["usage"]["completion_tokens"] == 10 + 3 * 11
@@ -764,7 +772,7 @@ def test_the_best_of_many_are_answered_best_first(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_priority_tiers_deadlines_and_tenants_reach_the_batcher(tokenizer: Tokenizer) -> None:
+def test_priority_service_tier_timeout_and_tenant_reach_the_batcher(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for given, expected in (
             ({"priority": "interactive"}, "interactive"),
@@ -788,7 +796,7 @@ def test_priority_tiers_deadlines_and_tenants_reach_the_batcher(tokenizer: Token
     serve(tokenizer, test)
 
 
-def test_a_deadline_counts_while_a_chat_waits_to_be_rendered(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_includes_the_time_spent_rendering_the_chat_template(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(self: Tokenizer, *arguments: object) -> str:
         await asyncio.sleep(30)
         return ""
@@ -806,12 +814,12 @@ def test_a_deadline_counts_while_a_chat_waits_to_be_rendered(tokenizer: Tokenize
     serve(tokenizer, test)
 
 
-def test_a_deadline_that_is_over_is_a_504_that_nobody_repeats(tokenizer: Tokenizer) -> None:
+def test_timeout_is_a_504_without_retry_and_overload_a_429_with_retry_after(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        server.batcher.refuses = Expired("the answer was not complete 3 s after the request came: 7 tokens were there")
+        server.batcher.fails_with = Expired("the answer was not complete 3 s after the request came: 7 tokens were there")
         status, body, response = await server.post(CHAT_PATH, CHAT)
         assert (status, body["error"]["code"], response.headers["x-should-retry"]) == (504, "timeout", "false")
-        server.batcher.refuses = Overloaded("full", 2.3)
+        server.batcher.fails_with = Overloaded("full", 2.3)
         status, _, response = await server.post(CHAT_PATH, CHAT)
         assert (status, response.headers["Retry-After"]) == (429, "3")
 
@@ -819,8 +827,8 @@ def test_a_deadline_that_is_over_is_a_504_that_nobody_repeats(tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT_PATH, CHAT), (PATH, COMPLETION), ("/v1/responses", {"input": "hi"})])
-def test_no_line_end_of_unicode_splits_an_event(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
-    """huggingface_hub's client would take them for line ends."""
+def test_unicode_line_separators_are_escaped_in_stream_events(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
+    """huggingface_hub's client splits events at them."""
 
     async def test(server: Server) -> None:
         async with server.client.post(path, json={**body, "stream": True}) as response:
@@ -834,4 +842,4 @@ def test_no_line_end_of_unicode_splits_an_event(tokenizer: Tokenizer, path: str,
             text = "".join(choice["text"] if "text" in choice else choice["delta"].get("content", "") for choice in choices)
         assert text == "a\u2028b\u2029c\u0085d"
 
-    serve(tokenizer, test, says="a\u2028b\u2029c\u0085d</s>")
+    serve(tokenizer, test, generates="a\u2028b\u2029c\u0085d</s>")

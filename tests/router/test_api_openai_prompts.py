@@ -1,4 +1,4 @@
-"""What /v1 tells of prompts, and of many tokens: `echo` as lm-eval reads it, vLLM's `prompt_logprobs`, what was cached."""
+"""Prompts in OpenAI's responses: `echo` as lm-eval reads it, vLLM's `prompt_logprobs`, cached tokens; fairness with many tokens."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,35 +24,37 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def joined(chunks: list[Any]) -> dict[str, Any]:
-    """A stream's only choice, whole."""
+def choice_from_chunks(chunks: list[Any]) -> dict[str, Any]:
+    """The only choice of a stream, put together."""
     assert chunks[-1] == "[DONE]"
-    whole: dict[str, Any] = {"text": "", "logprobs": None}
+    joined: dict[str, Any] = {"text": "", "logprobs": None}
     for chunk in chunks[:-1]:
         for choice in chunk["choices"]:
-            whole["text"] += choice["text"]
-            whole["finish_reason"] = choice["finish_reason"]
+            joined["text"] += choice["text"]
+            joined["finish_reason"] = choice["finish_reason"]
             if choice["logprobs"] is not None:
-                parts = whole["logprobs"] or {name: [] for name in choice["logprobs"]}
-                whole["logprobs"] = {
+                parts = joined["logprobs"] or {name: [] for name in choice["logprobs"]}
+                joined["logprobs"] = {
                     name: None if values is None else parts[name] + values for name, values in choice["logprobs"].items()
                 }
-    return whole
+    return joined
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize("count", [0, 1, 2])
-def test_an_echo_is_the_prompt_and_then_the_answer(tokenizer: Tokenizer, as_tokens: bool, count: int, streaming: bool) -> None:
+def test_echo_returns_text_and_logprobs_of_prompt_then_answer(
+    tokenizer: Tokenizer, as_tokens: bool, count: int, streaming: bool
+) -> None:
     ids = tokenizer.encode("hié", add_special_tokens=not as_tokens)
     prompt = ids if as_tokens else "hié"
 
     async def test(server: Server) -> None:
-        asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": count}
+        request_body = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": count}
         if streaming:
-            choice = joined(await server.events(PATH, {**asked, "stream": True}))
+            choice = choice_from_chunks(await server.events(PATH, {**request_body, "stream": True}))
         else:
-            _, body, _ = await server.post(PATH, asked)
+            _, body, _ = await server.post(PATH, request_body)
             assert body["usage"]["completion_tokens"] == count
             choice = body["choices"][0]
         (request,) = server.batcher.requests
@@ -64,63 +66,72 @@ def test_an_echo_is_the_prompt_and_then_the_answer(tokenizer: Tokenizer, as_toke
         assert found["tokens"] == [tokenizer.token_text(id) for id in ids] + list("Hello"[:count])
         assert found["token_logprobs"] == [None] + [-1.0] * (len(ids) - 1) + [-0.5] * count
         assert found["top_logprobs"][0] is None
-        # The fake's own token has -1.0, its alternative !, -2.5.
+        # From the fake batcher the prompt's token has -1.0, and its alternative, !, has -2.5.
         assert all(top[tokenizer.token_text(id)] == -1.0 for id, top in list(zip(ids, found["top_logprobs"], strict=False))[1:])
         assert all(top["!"] == -2.5 for top in found["top_logprobs"][1 : len(ids)])
-        offsets = [0, 1, 2, 2]  # the text of the last character, which has two bytes, comes with the second
+        offsets = [0, 1, 2, 2]  # the last character has two byte tokens; its text is the second's
         offsets = offsets if as_tokens else [0, *offsets]
-        assert found["text_offset"] == offsets + [3 + place for place in range(count)]
+        assert found["text_offset"] == offsets + [3 + position for position in range(count)]
 
     serve(tokenizer, test)
 
 
-def test_offsets_are_places_in_the_text_that_is_shown(tokenizer: Tokenizer) -> None:
-    """Special tokens count where they are part of it: where the prompt has them, as text, and not where the answer hides them."""
+def test_text_offsets_are_positions_in_the_returned_text(tokenizer: Tokenizer) -> None:
+    """Special tokens count if they are in it: they are in the prompt's text, and not in the answer's if skipped there."""
 
     async def test(server: Server) -> None:
-        asked = {"prompt": "x</s>y", "echo": True, "logprobs": 0, "max_tokens": 4, "ignore_eos": True}
-        _, body, _ = await server.post(PATH, asked)
+        request_body = {"prompt": "x</s>y", "echo": True, "logprobs": 0, "max_tokens": 4, "ignore_eos": True}
+        _, body, _ = await server.post(PATH, request_body)
         choice = body["choices"][0]
         assert choice["text"] == "x</s>yaBC"
-        found = dict(zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True))  # the last of each place
-        assert {place: choice["text"][place : place + len(text)] for place, text in found.items()} == found
+        found = dict(
+            zip(choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"], strict=True)
+        )  # the last token at each offset
+        assert {offset: choice["text"][offset : offset + len(text)] for offset, text in found.items()} == found
         assert list(found) == [0, 1, 5, 6, 7, 8]
-        _, body, _ = await server.post(PATH, {**asked, "skip_special_tokens": False})  # the token before the text is none of it
+        _, body, _ = await server.post(PATH, {**request_body, "skip_special_tokens": False})  # the prompt's <s> is not in the text
         choice = body["choices"][0]
         assert choice["text"] == "x</s>ya</s>BC"
         assert choice["logprobs"]["text_offset"][-7:] == [0, 1, 5, 6, 7, 11, 12]
 
-    serve(tokenizer, test, says="a</s>BC")
+    serve(tokenizer, test, generates="a</s>BC")
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("takes_spaces", [True, False])
-def test_offsets_leave_out_the_spaces_that_only_tokens_have(tmp_path: Path, skip: bool, takes_spaces: bool) -> None:
-    """SentencePiece's tokenizers put a space before a text and behind special tokens, and some of these take spaces away."""
-    raw = byte_fallback()
-    raw.add_special_tokens([tokenizers.AddedToken("<end>", rstrip=takes_spaces)])
-    raw.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+@pytest.mark.parametrize("strips_spaces", [True, False])
+def test_text_offsets_skip_spaces_that_only_the_tokens_text_has(tmp_path: Path, skip: bool, strips_spaces: bool) -> None:
+    """SentencePiece tokenizers put a space before a text and after special tokens, and some special tokens strip spaces."""
+    sentencepiece = byte_fallback()
+    sentencepiece.add_special_tokens([tokenizers.AddedToken("<end>", rstrip=strips_spaces)])
+    sentencepiece.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     prompt = "the cat<end>sat <end>  on <end>"
 
     async def test(server: Server) -> None:
-        asked = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 9, "skip_special_tokens": skip}
-        _, body, _ = await server.post(PATH, asked)
+        request_body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 9, "skip_special_tokens": skip}
+        _, body, _ = await server.post(PATH, request_body)
         choice = body["choices"][0]
         text, found = choice["text"], choice["logprobs"]
         assert text.startswith(prompt)
-        for token, place in zip(found["tokens"][1:-1], found["text_offset"][1:-1], strict=True):
-            assert text.startswith(token, place) or text[place:].lstrip().startswith(token.strip()), (token, place)
+        for token, offset in zip(found["tokens"][1:-1], found["text_offset"][1:-1], strict=True):
+            assert text.startswith(token, offset) or text[offset:].lstrip().startswith(token.strip()), (token, offset)
         assert found["text_offset"][found["tokens"].index("x")] == text.index("x")
 
-    serve(save(tmp_path, raw, eos_token="</s>"), test, says="x a</s>")
+    serve(save(tmp_path, sentencepiece, eos_token="</s>"), test, generates="x a</s>")
 
 
-def test_lm_eval_reads_loglikelihoods(tokenizer: Tokenizer) -> None:
-    """What lm-eval 0.4 does with the answers of `local-completions`."""
+def test_lm_eval_computes_loglikelihoods_from_echo_with_logprobs(tokenizer: Tokenizer) -> None:
+    """As lm-eval 0.4 reads responses for `local-completions`."""
 
     async def test(server: Server) -> None:
-        asked = {"prompt": [[5, 6, 7], [8, 9, 10, 11]], "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1}
-        _, body, _ = await server.post(PATH, asked, headers={"Authorization": "Bearer "})
+        request_body = {
+            "prompt": [[5, 6, 7], [8, 9, 10, 11]],
+            "echo": True,
+            "logprobs": 1,
+            "max_tokens": 1,
+            "temperature": 0,
+            "seed": 1,
+        }
+        _, body, _ = await server.post(PATH, request_body, headers={"Authorization": "Bearer "})
         for choice, context in zip(sorted(body["choices"], key=lambda one: one["index"]), (1, 2), strict=True):
             logprobs = choice["logprobs"]["token_logprobs"][context:-1]
             tops = choice["logprobs"]["top_logprobs"][context:-1]
@@ -130,7 +141,7 @@ def test_lm_eval_reads_loglikelihoods(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_an_echo_without_logprobs_scores_nothing(tokenizer: Tokenizer) -> None:
+def test_echo_without_logprobs_computes_no_prompt_logprobs(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for logprobs, scored in ((None, False), (0, True)):
             _, body, _ = await server.post(PATH, {"prompt": "hi", "echo": True, "max_tokens": 0, "logprobs": logprobs})
@@ -143,7 +154,7 @@ def test_an_echo_without_logprobs_scores_nothing(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_an_echo_of_several_prompts_with_several_choices(tokenizer: Tokenizer) -> None:
+def test_echo_of_several_prompts_with_several_choices(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(PATH, {"prompt": ["a", "b"], "echo": True, "n": 2, "max_tokens": 30})
         assert [choice["text"] for choice in body["choices"]] == ["aHello you", "a1Hello you", "bHello you", "b1Hello you"]
@@ -156,19 +167,19 @@ def test_an_echo_of_several_prompts_with_several_choices(tokenizer: Tokenizer) -
     serve(tokenizer, test)
 
 
-def test_what_is_not_in_the_answer_is_neither_counted_nor_scored(tokenizer: Tokenizer) -> None:
+def test_echo_with_max_tokens_0_counts_no_tokens_and_has_no_beam_score(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        asked = {"prompt": ["hi", "ho"], "echo": True, "max_tokens": 0, "num_beams": 2, "temperature": 0}
-        status, body, response = await server.post(PATH, asked)
+        request_body = {"prompt": ["hi", "ho"], "echo": True, "max_tokens": 0, "num_beams": 2, "temperature": 0}
+        status, body, response = await server.post(PATH, request_body)
         assert (status, response.headers["x-generated-tokens"], body["usage"]["completion_tokens"]) == (200, "0", 0)
-        chunks = await server.events(PATH, {**asked, "stream": True})
+        chunks = await server.events(PATH, {**request_body, "stream": True})
         for choice in (*body["choices"], *(choice for chunk in chunks[:-1] for choice in chunk["choices"])):
             assert "score" not in choice
 
     serve(tokenizer, test)
 
 
-def test_no_tokens_need_an_echo(tokenizer: Tokenizer) -> None:
+def test_max_tokens_0_without_echo_is_a_400(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post(PATH, {"prompt": "hi", "max_tokens": 0})
         assert (status, body["error"]["param"]) == (400, "max_tokens")
@@ -176,13 +187,13 @@ def test_no_tokens_need_an_echo(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_vllms_prompt_logprobs(tokenizer: Tokenizer) -> None:
+def test_prompt_logprobs_have_vllms_format_and_are_refused_in_streams(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        own, last = tokenizer.encode("h")[1], tokenizer.encode("u")[1]
+        prompt_id, last_chat_id = tokenizer.encode("h")[1], tokenizer.encode("u")[1]
         expected = [
             None,
             {
-                str(own): {"logprob": -1.0, "rank": None, "decoded_token": "h"},
+                str(prompt_id): {"logprob": -1.0, "rank": None, "decoded_token": "h"},
                 "2": {"logprob": -2.5, "rank": 1, "decoded_token": "!"},
                 "3": {"logprob": -3.5, "rank": 2, "decoded_token": '"'},
             },
@@ -193,76 +204,84 @@ def test_vllms_prompt_logprobs(tokenizer: Tokenizer) -> None:
         assert [choice["prompt_logprobs"] for choice in body["choices"]] == [expected] * 4
         assert body["usage"]["completion_tokens"] == 0
         _, body, _ = await server.post(CHAT_PATH, {**CHAT, "prompt_logprobs": 0, "max_tokens": 1})
-        assert body["prompt_logprobs"][1] == {str(last): {"logprob": -1.0, "rank": None, "decoded_token": "u"}}
+        assert body["prompt_logprobs"][1] == {str(last_chat_id): {"logprob": -1.0, "rank": None, "decoded_token": "u"}}
         assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
-        for path, asked in ((PATH, {"prompt": "h"}), (CHAT_PATH, CHAT)):
-            status, body, _ = await server.post(path, {**asked, "prompt_logprobs": 2, "stream": True})
+        for path, request_body in ((PATH, {"prompt": "h"}), (CHAT_PATH, CHAT)):
+            status, body, _ = await server.post(path, {**request_body, "prompt_logprobs": 2, "stream": True})
             message = "`prompt_logprobs` is not supported when streaming tokens"
             assert (status, body["error"]["message"]) == (400, message)
 
     serve(tokenizer, test)
 
 
-PROMPT = {"prompt": "x" * 90, "max_tokens": 0}
-ANSWER = {"prompt": "x", "max_tokens": 90, "logprobs": 2}
-CHATTED = {**CHAT, "max_tokens": 90, "logprobs": True, "top_logprobs": 2}
-RESPONSE = {"input": "x", "max_output_tokens": 90, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+PROMPT_BODY = {"prompt": "x" * 90, "max_tokens": 0}
+COMPLETION_BODY = {"prompt": "x", "max_tokens": 90, "logprobs": 2}
+CHAT_BODY = {**CHAT, "max_tokens": 90, "logprobs": True, "top_logprobs": 2}
+RESPONSES_BODY = {"input": "x", "max_output_tokens": 90, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "whose"),
+    ("path", "request_body", "target"),
     [
-        (PATH, {**PROMPT, "echo": True, "logprobs": 2}, (Tokenizer, "token_text")),
-        (PATH, {**PROMPT, "echo": True, "logprobs": 2, "stream": True}, (Tokenizer, "token_text")),
-        (PATH, {**PROMPT, "prompt_logprobs": 2}, (Tokenizer, "token_text")),
-        (PATH, ANSWER, (openai_shapes, "_pairs")),
-        (CHAT_PATH, CHATTED, (openai_logprobs.LogprobWriter, "logprob")),
-        (CHAT_PATH, {**CHATTED, "tools": [{"type": "function", "function": {"name": "f"}}]}, (openai_shapes.MessageParser, "read")),
-        ("/v1/responses", RESPONSE, (openai_logprobs.LogprobWriter, "logprob")),
+        (PATH, {**PROMPT_BODY, "echo": True, "logprobs": 2}, (Tokenizer, "token_text")),
+        (PATH, {**PROMPT_BODY, "echo": True, "logprobs": 2, "stream": True}, (Tokenizer, "token_text")),
+        (PATH, {**PROMPT_BODY, "prompt_logprobs": 2}, (Tokenizer, "token_text")),
+        (PATH, COMPLETION_BODY, (openai_shapes, "_pairs")),
+        (CHAT_PATH, CHAT_BODY, (openai_logprobs.LogprobWriter, "logprob")),
+        (
+            CHAT_PATH,
+            {**CHAT_BODY, "tools": [{"type": "function", "function": {"name": "f"}}]},
+            (openai_shapes.MessageParser, "read"),
+        ),
+        ("/v1/responses", RESPONSES_BODY, (openai_logprobs.LogprobWriter, "logprob")),
     ],
 )
-def test_others_have_turns_while_many_tokens_are_told(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, asked: dict[str, Any], whose: tuple[Any, str]
+def test_formatting_many_tokens_gives_other_tasks_turns_of_the_event_loop(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str, request_body: dict[str, Any], target: tuple[Any, str]
 ) -> None:
-    """Several answers at once, too: at a turn of the loop there is one part of one of them."""
-    now = most = total = 0  # calls of what is done for each token, since the last turn, between two turns at most, and all of them
-    called = getattr(*whose)
+    """With several responses at once, each turn of the event loop formats one part of one of them."""
+    since_turn = most_per_turn = total = (
+        0  # calls of the function for each token: since the last turn of the loop, at most between two turns, in total
+    )
+    original = getattr(*target)
 
-    def counted(*arguments: Any) -> Any:
-        nonlocal now, total
-        now, total = now + 1, total + 1
-        return called(*arguments)
+    def counting(*arguments: Any) -> Any:
+        nonlocal since_turn, total
+        since_turn, total = since_turn + 1, total + 1
+        return original(*arguments)
 
-    async def other() -> None:
-        nonlocal now, most
+    async def other_task() -> None:
+        nonlocal since_turn, most_per_turn
         while True:
-            most, now = max(most, now), 0
+            most_per_turn, since_turn = max(most_per_turn, since_turn), 0
             await asyncio.sleep(0)
 
     async def test(server: Server) -> None:
-        competing = asyncio.create_task(other())
-        answers = await asyncio.gather(*(server.client.post(path, json=asked) for _ in range(3)))
+        competing = asyncio.create_task(other_task())
+        answers = await asyncio.gather(*(server.client.post(path, json=request_body) for _ in range(3)))
         assert [answer.status for answer in answers] == [200] * 3
         competing.cancel()
 
-    monkeypatch.setattr(tokenizer, "parsers", ("hermes", None))  # so that chats with tools are read for calls
-    monkeypatch.setattr(tokenizer, "_renderer", Renderer())  # of this event loop: of three chats one may have to wait for it
+    monkeypatch.setattr(tokenizer, "parsers", ("hermes", None))  # so that chats with tools are parsed for calls
+    monkeypatch.setattr(tokenizer, "_renderer", Renderer())  # belongs to this event loop; of three chats one may wait for it
     monkeypatch.setattr(openai_logprobs, "PART", 9)
-    monkeypatch.setattr(*whose, counted)
-    serve(tokenizer, test, says="y" * 90)
+    monkeypatch.setattr(*target, counting)
+    serve(tokenizer, test, generates="y" * 90)
     assert total >= 3 * 90
-    assert 3 <= most <= 9
+    assert 3 <= most_per_turn <= 9
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_read_once_for_all_its_answers(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_prompt_is_detokenized_once_for_all_its_choices(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     streams = []
     stream_of = tokenizer.stream
 
-    def counted(prompt: Sequence[int], *more: Any) -> Any:
-        if not prompt:  # a prompt itself, and no answer to it
+    def counting_stream(prompt: Sequence[int], *options: Any) -> Any:
+        if not prompt:  # detokenizes a prompt itself, not an answer to it
             streams.append(prompt)
-        return stream_of(prompt, *more)
+        return stream_of(prompt, *options)
 
     async def test(server: Server) -> None:
         body = {"prompt": ["hi", "you"], "n": 3, "echo": True, "logprobs": 1, "max_tokens": 1, "stream": stream}
@@ -270,22 +289,22 @@ def test_a_prompt_is_read_once_for_all_its_answers(tokenizer: Tokenizer, monkeyp
             assert (response.status, (await response.text()).count('"<s>"')) == (200, 6)
         assert len(streams) == 2
 
-    monkeypatch.setattr(tokenizer, "stream", counted)
+    monkeypatch.setattr(tokenizer, "stream", counting_stream)
     serve(tokenizer, test)
 
 
-def test_cached_tokens_are_told(tokenizer: Tokenizer) -> None:
+def test_usage_reports_cached_tokens(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(PATH, {"prompt": ["hi", "you"]})
         assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
-        asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
-        *_, last, _ = await server.events(CHAT_PATH, asked)
+        request_body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+        *_, last, _ = await server.events(CHAT_PATH, request_body)
         assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
     serve(tokenizer, test, cached=2)
 
 
-def test_a_prompt_is_cut_on_the_left(tokenizer: Tokenizer) -> None:
+def test_truncate_prompt_tokens_keeps_the_prompts_end(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         await server.post(PATH, {"prompt": "x" * 90 + "yes", "truncate_prompt_tokens": 3, "echo": True})
         assert tokenizer.decode(server.batcher.requests[-1].prompt) == "yes"

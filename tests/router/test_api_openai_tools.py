@@ -1,4 +1,4 @@
-"""Tools, reasoning and formats on /v1/chat/completions: what reaches template and shards, what becomes of an answer's text."""
+"""Tools, reasoning and structured output on /v1/chat/completions: prompts, grammars for the shards, and parsed responses."""
 
 import asyncio
 import json
@@ -43,18 +43,18 @@ def call(name: str, arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Of a model that thinks, and calls as Hermes does."""
+    """The template of a model with reasoning, whose tool calls are in Hermes' format."""
     tokenizer = make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
     assert tokenizer.parsers == ("hermes", "deepseek_r1")
     return tokenizer
 
 
-def prompt(tokenizer: Tokenizer, server: Server) -> str:
+def last_prompt(tokenizer: Tokenizer, server: Server) -> str:
     return tokenizer.decode(server.batcher.requests[-1].prompt)
 
 
-def folded(chunks: list[Any], index: int = 0) -> tuple[dict[str, Any], str]:
-    """A stream's message as OpenAI's client puts it together, and why it ended."""
+def message_from_chunks(chunks: list[Any], index: int = 0) -> tuple[dict[str, Any], str]:
+    """A stream's message and finish reason, put together as OpenAI's client does."""
     message: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     reason = None
@@ -81,8 +81,8 @@ def folded(chunks: list[Any], index: int = 0) -> tuple[dict[str, Any], str]:
     return message | ({"tool_calls": calls} if calls else {}), reason
 
 
-def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what differs each time, or is in no delta."""
+def comparable(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message without ids, which differ each time, and without `refusal`, which no delta has."""
     found = {name: value for name, value in message.items() if name != "refusal"}
     if "tool_calls" in found:
         assert len({one["id"] for one in found["tool_calls"]}) == len(found["tool_calls"])
@@ -90,20 +90,20 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-async def both(server: Server, **given: Any) -> tuple[dict[str, Any], str]:
-    """The message and why it ended; the same whether it is streamed or not."""
+async def post_and_stream(server: Server, **given: Any) -> tuple[dict[str, Any], str]:
+    """The message and its finish reason; asserts that they are the same with and without streaming."""
     _, body, _ = await server.post(PATH, {**CHAT, **given})
     choice = body["choices"][0]
-    message, reason = folded(await server.events(PATH, {**CHAT, **given, "stream": True}))
-    assert plain(message) == plain(choice["message"])
+    message, reason = message_from_chunks(await server.events(PATH, {**CHAT, **given, "stream": True}))
+    assert comparable(message) == comparable(choice["message"])
     assert reason == choice["finish_reason"]
-    return plain(message), reason
+    return comparable(message), reason
 
 
-def test_calls_are_parsed(tokenizer: Tokenizer) -> None:
+def test_reasoning_content_and_tool_calls_are_parsed(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        message, reason = await both(server, max_tokens=200, tools=[F, G])
-        assert prompt(tokenizer, server) == "(f)(g)<tool_call>[user]hi[a]"
+        message, reason = await post_and_stream(server, max_tokens=200, tools=[F, G])
+        assert last_prompt(tokenizer, server) == "(f)(g)<tool_call>[user]hi[a]"
         assert message == {
             "role": "assistant",
             "content": "Well.",
@@ -111,14 +111,14 @@ def test_calls_are_parsed(tokenizer: Tokenizer) -> None:
             "tool_calls": [{"name": "f", "arguments": '{"x": 1}'}, {"name": "g", "arguments": "{}"}],
         }
         assert reason == "tool_calls"
-        message, _ = await both(server, max_tokens=200, tools=[F, G], parallel_tool_calls=False)
+        message, _ = await post_and_stream(server, max_tokens=200, tools=[F, G], parallel_tool_calls=False)
         assert message["tool_calls"] == [{"name": "f", "arguments": '{"x": 1}'}]
-        message, _ = await both(server, max_tokens=200, tools=[F, G], include_reasoning=False)
+        message, _ = await post_and_stream(server, max_tokens=200, tools=[F, G], include_reasoning=False)
         assert "reasoning_content" not in message
         assert [request.grammar for request in server.batcher.requests] == [None] * 6
 
-    says = "<think>so é</think>Well." + call("f", '{"x": 1}') + call("g", "{}") + "</s>"
-    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+    generates = "<think>so é</think>Well." + call("f", '{"x": 1}') + call("g", "{}") + "</s>"
+    serve(tokenizer, test, generates=generates, limits=replace(LIMITS, max_total_tokens=300))
 
 
 @pytest.mark.parametrize(
@@ -126,80 +126,80 @@ def test_calls_are_parsed(tokenizer: Tokenizer) -> None:
     [
         ('": 2', [{"name": "f", "arguments": '{"x": 1}'}, {"name": "f", "arguments": '{"x'}], "stop"),
         ("}}</", [{"name": "f", "arguments": '{"x": 1'}], "stop"),
-        ("</tool", [{"name": "f", "arguments": '{"x": 1}'}], "tool_calls"),  # all that a client needs is there
+        ("</tool", [{"name": "f", "arguments": '{"x": 1}'}], "tool_calls"),  # the call is complete
         ("Then", [{"name": "f", "arguments": '{"x": 1}'}], "tool_calls"),
         ("So", None, "stop"),
     ],
 )
-def test_a_call_that_a_stop_string_cut_does_not_look_whole(
+def test_finish_reason_is_stop_if_a_stop_string_cuts_a_tool_call(
     tokenizer: Tokenizer, stop: str, called: list[dict[str, str]] | None, reason: str
 ) -> None:
     async def test(server: Server) -> None:
-        message, found = await both(server, max_tokens=200, tools=[F, G], stop=[stop])
+        message, found = await post_and_stream(server, max_tokens=200, tools=[F, G], stop=[stop])
         assert (message.get("tool_calls"), found) == (called, reason)
 
-    says = "<think>x</think>So" + call("f", '{"x": 1}') + "Then" + call("f", '{"x": 2}') + "</s>"
-    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+    generates = "<think>x</think>So" + call("f", '{"x": 1}') + "Then" + call("f", '{"x": 2}') + "</s>"
+    serve(tokenizer, test, generates=generates, limits=replace(LIMITS, max_total_tokens=300))
 
 
-def test_a_call_that_nobody_is_told_of_does_not_matter(tokenizer: Tokenizer) -> None:
+def test_finish_reason_ignores_a_cut_call_that_parallel_tool_calls_drops(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        message, reason = await both(server, max_tokens=200, tools=[F], stop=['": 2'], parallel_tool_calls=False)
+        message, reason = await post_and_stream(server, max_tokens=200, tools=[F], stop=['": 2'], parallel_tool_calls=False)
         assert (message["tool_calls"], reason) == ([{"name": "f", "arguments": '{"x": 1}'}], "tool_calls")
 
-    says = "<think>x</think>" + call("f", '{"x": 1}') + call("f", '{"x": 2}') + "</s>"
-    serve(tokenizer, test, says=says, limits=replace(LIMITS, max_total_tokens=300))
+    generates = "<think>x</think>" + call("f", '{"x": 1}') + call("f", '{"x": 2}') + "</s>"
+    serve(tokenizer, test, generates=generates, limits=replace(LIMITS, max_total_tokens=300))
 
 
-def test_an_answer_that_only_calls_has_no_content(tokenizer: Tokenizer) -> None:
+def test_content_is_null_if_the_answer_has_only_tool_calls(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post(PATH, {**CHAT, "tools": [F]})
         message = body["choices"][0]["message"]
         assert message["content"] is None
         assert message["tool_calls"][0]["id"].startswith("call_")
         assert message["tool_calls"][0]["type"] == "function"
-        # Cut off within the call: that is the reason, and what is there is told.
+        # Truncated within the call: the finish reason is the length.
         _, body, _ = await server.post(PATH, {**CHAT, "tools": [F], "max_tokens": 48})
         assert body["choices"][0]["finish_reason"] == "length"
 
-    serve(tokenizer, test, says=call("f", '{"x": 1}') + "</s>")
+    serve(tokenizer, test, generates=call("f", '{"x": 1}') + "</s>")
 
 
 @pytest.mark.parametrize("cut", [2, 20, 30])
-def test_who_must_call_says_nothing_behind_it(tokenizer: Tokenizer, cut: int) -> None:
-    """Where `max_tokens` ends the answer within the next call, before that has a name."""
+def test_required_tool_calls_have_no_content_after_them_when_truncated(tokenizer: Tokenizer, cut: int) -> None:
+    """`max_tokens` ends the answer within the next call, before its name is complete."""
     first = call("f", '{"x": 1}')
 
     async def test(server: Server) -> None:
-        message, reason = await both(server, tools=[F, G], tool_choice="required", max_tokens=len(first) + cut)
+        message, reason = await post_and_stream(server, tools=[F, G], tool_choice="required", max_tokens=len(first) + cut)
         assert (message["content"], reason) == (None, "length")
         assert message["tool_calls"] == [{"name": "f", "arguments": '{"x": 1}'}]
 
-    serve(tokenizer, test, says=first + "\n" + call("g", "{}") + "</s>", limits=replace(LIMITS, max_total_tokens=300))
+    serve(tokenizer, test, generates=first + "\n" + call("g", "{}") + "</s>", limits=replace(LIMITS, max_total_tokens=300))
 
 
-def test_arguments_with_half_a_surrogate_pair_come_back(tokenizer: Tokenizer) -> None:
-    """A model may write such a thing, and clients send it back in the next turn."""
+def test_arguments_with_a_lone_surrogate_are_accepted_in_the_history(tokenizer: Tokenizer) -> None:
+    """A model may generate one, and clients send it back in the next turn."""
 
     async def test(server: Server) -> None:
-        called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "\\ud83d"}'}}]}
-        status, body, _ = await server.post(PATH, {"messages": [*CHAT["messages"], called, {"role": "user", "content": "and?"}]})
+        message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "\\ud83d"}'}}]}
+        status, body, _ = await server.post(PATH, {"messages": [*CHAT["messages"], message, {"role": "user", "content": "and?"}]})
         assert status == 200, body
 
     serve(tokenizer, test)
 
 
-def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:
-    says = call("f", "{}")
+def test_tool_call_is_text_if_the_request_has_no_tools(tokenizer: Tokenizer) -> None:
+    generates = call("f", "{}")
 
     async def test(server: Server) -> None:
         for given in ({}, {"tools": []}, {"tools": [F], "tool_choice": "none"}):
-            message, reason = await both(server, **given)
-            assert message == {"role": "assistant", "content": says}
+            message, reason = await post_and_stream(server, **given)
+            assert message == {"role": "assistant", "content": generates}
             assert reason == "stop"
-            assert prompt(tokenizer, server) == "[user]hi[a]"
+            assert last_prompt(tokenizer, server) == "[user]hi[a]"
 
-    serve(tokenizer, test, says=says + "</s>")
+    serve(tokenizer, test, generates=generates + "</s>")
 
 
 @pytest.mark.parametrize(
@@ -211,16 +211,16 @@ def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:
         ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"function": {"name": "f"}}]}}, ["f"]),
     ],
 )
-def test_who_must_call_is_bound_by_a_grammar(tokenizer: Tokenizer, choice: Any, names: list[str]) -> None:
+def test_required_or_named_tool_choice_is_enforced_by_a_grammar(tokenizer: Tokenizer, choice: Any, names: list[str]) -> None:
     async def test(server: Server) -> None:
-        _, reason = await both(server, tools=[F, G], tool_choice=choice)
+        _, reason = await post_and_stream(server, tools=[F, G], tool_choice=choice)
         assert reason == "tool_calls"
         grammar = server.batcher.requests[-1].grammar
         assert grammar is not None
         assert grammar.kind == "lark"
         assert [name for name in ("f", "g") if f'"name\\": \\"{name}\\"' in grammar.source] == names
 
-    serve(tokenizer, test, says=call(names[0], "{}") + "</s>")
+    serve(tokenizer, test, generates=call(names[0], "{}") + "</s>")
 
 
 PARAMETERS_TYPE = "tools[0].function.parameters.type"
@@ -255,7 +255,9 @@ PARAMETERS_TYPE = "tools[0].function.parameters.type"
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages", ""),
     ],
 )
-def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], parameter: str, message: str) -> None:
+def test_invalid_tools_and_formats_are_a_400_that_names_the_parameter(
+    tokenizer: Tokenizer, given: dict[str, Any], parameter: str, message: str
+) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post(PATH, {**CHAT, **given})
         assert (status, body["error"]["param"]) == (400, parameter), body
@@ -267,11 +269,11 @@ def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], p
 
 
 CONST = Grammar("json_schema", '{"const":1}')
-RULE = Grammar("lark", 'start: T0\nT0: "a"')  # as EBNF becomes
+RULE = Grammar("lark", 'start: T0\nT0: "a"')  # what EBNF is translated to
 
 
-def spaced(pattern: str) -> Grammar:
-    """The same with other white space."""
+def const_with_whitespace(pattern: str) -> Grammar:
+    """CONST with another pattern for white space."""
     return Grammar("json_schema", f'{{"const":1,"x-guidance":{{"whitespace_pattern":"{pattern}"}}}}')
 
 
@@ -297,8 +299,11 @@ def spaced(pattern: str) -> Grammar:
         ({"json_schema": '{"const":1}'}, CONST),
         ({"structured_outputs": {"json": {"const": 1}}}, Grammar("json_schema", '{"const":1}')),
         ({"structured_outputs": {"json_object": True, "regex": None}}, Grammar("json_schema", '{"type":"object"}')),
-        ({"structured_outputs": {"json": {"const": 1}, "whitespace_pattern": " ?"}}, spaced(" ?")),
-        ({"structured_outputs": {"json": '{"const":1}', "disable_any_whitespace": True, "whitespace_pattern": None}}, spaced("")),
+        ({"structured_outputs": {"json": {"const": 1}, "whitespace_pattern": " ?"}}, const_with_whitespace(" ?")),
+        (
+            {"structured_outputs": {"json": '{"const":1}', "disable_any_whitespace": True, "whitespace_pattern": None}},
+            const_with_whitespace(""),
+        ),
         ({"structured_outputs": {"json": {"const": 1}, "disable_any_whitespace": False}}, CONST),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, Grammar("lark", 'start: "a"')),
@@ -307,7 +312,9 @@ def spaced(pattern: str) -> Grammar:
         ({"ebnf": 'root ::= "a"'}, RULE),
     ],
 )
-def test_formats_become_grammars(tokenizer: Tokenizer, given: dict[str, Any], grammar: Grammar | None) -> None:
+def test_response_formats_and_guided_parameters_become_grammars(
+    tokenizer: Tokenizer, given: dict[str, Any], grammar: Grammar | None
+) -> None:
     async def test(server: Server) -> None:
         for path, body in ((PATH, CHAT), ("/v1/completions", {"prompt": "hi"})):
             status, answer, _ = await server.post(path, {**body, **given})
@@ -315,7 +322,7 @@ def test_formats_become_grammars(tokenizer: Tokenizer, given: dict[str, Any], gr
             expected = grammar
             if (
                 path == PATH and grammar is not None
-            ):  # a model that thinks may do so before, but where a grammar is all that there is
+            ):  # in chats, reasoning may come before an answer with a format, but for a grammar of the request's own
                 expected = format_grammar(grammar, "deepseek_r1", special=tokenizer.added_id) or grammar
                 assert (expected == grammar) == (grammar.kind in ("lark", "ebnf"))
             assert server.batcher.requests[-1].grammar == expected
@@ -323,89 +330,89 @@ def test_formats_become_grammars(tokenizer: Tokenizer, given: dict[str, Any], gr
     serve(tokenizer, test)
 
 
-@pytest.mark.parametrize("more", [{}, {"tools": [F]}])
-def test_a_model_thinks_before_an_answer_with_a_format(tokenizer: Tokenizer, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize("tools_fields", [{}, {"tools": [F]}])
+def test_reasoning_before_structured_output_is_separated(tokenizer: Tokenizer, tools_fields: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
         for given in ({"response_format": {"type": "json_object"}}, {"guided_choice": ["{}", '{"a": "<think>"}']}):
-            message, _ = await both(server, **given, **more)
+            message, _ = await post_and_stream(server, **given, **tools_fields)
             assert message == {"role": "assistant", "content": '{"a": "<think>"}', "reasoning_content": "Hm?"}
 
-    serve(tokenizer, test, says='<think>Hm?</think>\n\n{"a": "<think>"}</s>')
+    serve(tokenizer, test, generates='<think>Hm?</think>\n\n{"a": "<think>"}</s>')
 
 
-def test_of_an_answer_with_a_format_only_its_beginning_is_reasoning(tokenizer: Tokenizer) -> None:
+def test_think_tag_within_structured_output_is_content(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        message, _ = await both(server, response_format={"type": "json_object"})
+        message, _ = await post_and_stream(server, response_format={"type": "json_object"})
         assert message == {"role": "assistant", "content": '{"a": "<think>"}'}
-        message, _ = await both(server, guided_grammar='start: "{"')  # which says of every token what it may be
+        message, _ = await post_and_stream(server, guided_grammar='start: "{"')  # such a grammar covers all tokens of the answer
         assert message == {"role": "assistant", "content": '{"a": "<think>"}'}
 
-    serve(tokenizer, test, says='{"a": "<think>"}</s>')
+    serve(tokenizer, test, generates='{"a": "<think>"}</s>')
 
 
 @pytest.fixture(scope="module", params=[TEMPLATE, TEMPLATE + "<think>\n"])
-def thinker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Of a model whose thoughts begin and end with tokens; its template may have begun them."""
+def token_marked_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Reasoning begins and ends with single tokens; with the second template the prompt begins it."""
     folder = tmp_path_factory.mktemp("thinker")
     make_tokenizer(folder, request.param)
-    whole = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    whole.add_tokens(["<think>", "</think>"])
-    whole.save(str(folder / "tokenizer.json"))
+    with_tokens = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with_tokens.add_tokens(["<think>", "</think>"])
+    with_tokens.save(str(folder / "tokenizer.json"))
     return Tokenizer(folder)
 
 
-def test_thoughts_may_be_bound(thinker: Tokenizer) -> None:
-    begun = prompt_of(thinker).endswith("<think>")
-    begin, end = thinker.added_id("<think>"), thinker.added_id("</think>")
+def test_thinking_token_budget_reaches_the_batcher(token_marked_tokenizer: Tokenizer) -> None:
+    in_prompt = prompt_of(token_marked_tokenizer).endswith("<think>")
+    start_id, end_id = token_marked_tokenizer.added_id("<think>"), token_marked_tokenizer.added_id("</think>")
 
     async def test(server: Server) -> None:
-        for most in (0, 7):
-            status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": most, "tools": [F]})
+        for budget in (0, 7):
+            status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": budget, "tools": [F]})
             assert status == 200, body
-            assert server.batcher.requests[-1].thinking == Thinking(most, end, None if begun else begin)
+            assert server.batcher.requests[-1].thinking == Thinking(budget, end_id, None if in_prompt else start_id)
         await server.post(PATH, CHAT)
         assert server.batcher.requests[-1].thinking is None
-        for most in (-1, 2**40):
-            status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": most})
+        for budget in (-1, 2**40):
+            status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": budget})
             assert (status, body["error"]["param"]) == (400, "thinking_token_budget")
         status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": 7, "num_beams": 2})
         assert (status, body["error"]["param"]) == (400, "thinking_token_budget")
-        asked = {**CHAT, "model": "m", "thinking": {"type": "enabled", "budget_tokens": 9}}
-        await server.post("/v1/messages", asked)
-        assert server.batcher.requests[-1].thinking == Thinking(9, end, None if begun else begin)
-        await server.post("/v1/messages", {**asked, "thinking": {"type": "disabled", "budget_tokens": 9}})
+        request_body = {**CHAT, "model": "m", "thinking": {"type": "enabled", "budget_tokens": 9}}
+        await server.post("/v1/messages", request_body)
+        assert server.batcher.requests[-1].thinking == Thinking(9, end_id, None if in_prompt else start_id)
+        await server.post("/v1/messages", {**request_body, "thinking": {"type": "disabled", "budget_tokens": 9}})
         assert server.batcher.requests[-1].thinking is None
-        status, body, _ = await server.post("/v1/messages", {**asked, "thinking": {"type": "enabled", "budget_tokens": "9"}})
+        status, body, _ = await server.post("/v1/messages", {**request_body, "thinking": {"type": "enabled", "budget_tokens": "9"}})
         assert (status, "`thinking.budget_tokens`" in body["error"]["message"]) == (400, True)
 
-    serve(thinker, test)
+    serve(token_marked_tokenizer, test)
 
 
 def prompt_of(tokenizer: Tokenizer) -> str:
-    """The end of one."""
+    """A chat's prompt; its end is compared."""
     return asyncio.run(tokenizer.chat_prompt(Chat(messages=[{"role": "user", "content": "hi"}], add_generation_prompt=True), None))
 
 
-def test_thoughts_that_no_token_ends_are_not_bound(tokenizer: Tokenizer) -> None:
+def test_thinking_budget_needs_a_single_end_token(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post(PATH, {**CHAT, "thinking_token_budget": 7})
         assert (status, body["error"]["param"]) == (400, "thinking_token_budget")
         thinking = {"type": "enabled", "budget_tokens": 9}
         status, body, _ = await server.post("/v1/messages", {**CHAT, "model": "m", "thinking": thinking})
-        assert status == 200, body  # whose clients say it to every model
+        assert status == 200, body  # Anthropic's clients send a budget to every model
         assert server.batcher.requests[-1].thinking is None
 
     serve(tokenizer, test)
 
 
-def test_tools_and_a_format_allow_either(tokenizer: Tokenizer) -> None:
+def test_tools_with_a_response_format_allow_a_call_or_the_format(tokenizer: Tokenizer) -> None:
     given = {"tools": [F], "response_format": {"type": "json_object"}}
 
     async def test(server: Server) -> None:
-        message, reason = await both(server, **given)
+        message, reason = await post_and_stream(server, **given)
         assert (message["content"], reason) == ('{"a": 1}', "stop")
-        server.batcher.says = call("f", '{"x": 1}') + "</s>"
-        message, reason = await both(server, **given)
+        server.batcher.generates = call("f", '{"x": 1}') + "</s>"
+        message, reason = await post_and_stream(server, **given)
         assert (message["tool_calls"], reason) == ([{"name": "f", "arguments": '{"x": 1}'}], "tool_calls")
         grammar = server.batcher.requests[-1].grammar
         assert grammar is not None
@@ -417,23 +424,23 @@ def test_tools_and_a_format_allow_either(tokenizer: Tokenizer) -> None:
         assert start.startswith('start: ("<think>" ')
         assert start.endswith(" | answer)")
 
-    serve(tokenizer, test, says='{"a": 1}</s>')
+    serve(tokenizer, test, generates='{"a": 1}</s>')
 
 
-def test_reasoning_comes_apart_and_is_counted(tokenizer: Tokenizer) -> None:
+def test_reasoning_content_is_separated_and_its_tokens_are_counted(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        message, _ = await both(server)
+        message, _ = await post_and_stream(server)
         assert message == {"role": "assistant", "content": "No.", "reasoning_content": "Hm?"}
         _, body, _ = await server.post(PATH, CHAT)
         assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3 + len("</think>")}
-        asked = {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
-        *chunks, last, _ = await server.events(PATH, asked)
+        request_body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
+        *chunks, last, _ = await server.events(PATH, request_body)
         assert last["usage"]["completion_tokens_details"] == body["usage"]["completion_tokens_details"]
-        # One chunk for each token, and its log-probability with it, though most say nothing.
-        told = [chunk["choices"][0]["logprobs"] for chunk in chunks[1:-1]]
-        assert "".join(one["content"][0]["token"] for one in told) == "<think>Hm?</think>No.</s>"
+        # One chunk for each token with its log-probability, though most have no text.
+        logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks[1:-1]]
+        assert "".join(one["content"][0]["token"] for one in logprobs) == "<think>Hm?</think>No.</s>"
 
-    serve(tokenizer, test, says="<think>Hm?</think>No.</s>")
+    serve(tokenizer, test, generates="<think>Hm?</think>No.</s>")
 
 
 @pytest.mark.parametrize(
@@ -445,26 +452,28 @@ def test_reasoning_comes_apart_and_is_counted(tokenizer: Tokenizer) -> None:
         ("It is <think>", None, " add.</think>4"),
     ],
 )
-def test_the_reasoning_of_a_begun_answer_goes_on(tokenizer: Tokenizer, last: Any, reasoning: str | None, content: str) -> None:
+def test_reasoning_of_a_continued_assistant_message_goes_on(
+    tokenizer: Tokenizer, last: Any, reasoning: str | None, content: str
+) -> None:
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": last}]
 
     async def test(server: Server) -> None:
-        message, _ = await both(server, messages=messages, max_tokens=30)
+        message, _ = await post_and_stream(server, messages=messages, max_tokens=30)
         assert message.get("reasoning_content") == reasoning
         assert message["content"] == content
 
-    serve(tokenizer, test, says=" add.</think>4</s>")
+    serve(tokenizer, test, generates=" add.</think>4</s>")
 
 
-def test_each_choice_is_read_by_itself(tokenizer: Tokenizer) -> None:
+def test_each_choice_is_parsed_separately(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         chunks = await server.events(PATH, {**CHAT, "n": 2, "stream": True})
-        assert [folded(chunks, index)[0]["content"] for index in range(2)] == ["No.", "1<think>Hm?</think>No."]
+        assert [message_from_chunks(chunks, index)[0]["content"] for index in range(2)] == ["No.", "1<think>Hm?</think>No."]
 
-    serve(tokenizer, test, says="<think>Hm?</think>No.</s>")
+    serve(tokenizer, test, generates="<think>Hm?</think>No.</s>")
 
 
-def test_the_template_gets_what_it_understands(tokenizer: Tokenizer) -> None:
+def test_messages_and_template_arguments_are_normalized_for_the_chat_template(tokenizer: Tokenizer) -> None:
     function = {"name": "f", "arguments": '{"x": 1}'}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "!"}]},
@@ -477,10 +486,10 @@ def test_the_template_gets_what_it_understands(tokenizer: Tokenizer) -> None:
 
     async def test(server: Server) -> None:
         await server.post(PATH, {"messages": messages, "max_tokens": 9})
-        assert prompt(tokenizer, server) == '[system]be![user]q[assistant]{"x": 1}[tool]3[assistant]three~mm~[user]w[a]'
+        assert last_prompt(tokenizer, server) == '[system]be![user]q[assistant]{"x": 1}[tool]3[assistant]three~mm~[user]w[a]'
         extra = {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "low", "documents": [{"text": "d"}]}
         await server.post(PATH, {**CHAT, **extra})
-        assert prompt(tokenizer, server) == "[user]hi!lowd[a]"
+        assert last_prompt(tokenizer, server) == "[user]hi!lowd[a]"
         status, body, _ = await server.post(PATH, {**CHAT, "chat_template": "{{ 1 }}"})
         assert (status, body["error"]["param"]) == (400, "chat_template")
 

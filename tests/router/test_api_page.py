@@ -1,4 +1,4 @@
-"""The page's routes over real HTTP: who gets it, how it is kept, what may be loaded, and the numbers it watches."""
+"""The playground page's routes over real HTTP: content negotiation, caching, content security policy, API key, statistics."""
 
 import asyncio
 import json
@@ -15,11 +15,11 @@ from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import FakeBatcher, Server, make_tokenizer, serve, serving
-from penstock.tests.seconds import least
+from penstock.tests.timing import fastest_of_several
 
-CHROME = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,image/apng,*/*;q=0.8"
-BROWSER = {"Accept": CHROME}
-WATCH = {"Accept": "text/event-stream"}
+CHROME_ACCEPT = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,image/apng,*/*;q=0.8"
+BROWSER_HEADERS = {"Accept": CHROME_ACCEPT}
+EVENTS = {"Accept": "text/event-stream"}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.mark.parametrize(
     ("accept", "expected"),
     [
-        (CHROME, True),
+        (CHROME_ACCEPT, True),
         ("text/html", True),
         ("TEXT/HTML;charset=utf-8", True),
         ("text/html, */*", True),
@@ -49,13 +49,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         (",,;;=", False),
     ],
 )
-def test_who_prefers_html(accept: str, expected: bool) -> None:
+def test_prefers_html_follows_the_accept_header(accept: str, expected: bool) -> None:
     assert page.prefers_html(accept) is expected
 
 
-def test_a_browser_gets_the_page_and_a_probe_an_empty_answer(tokenizer: Tokenizer) -> None:
+def test_root_is_the_page_for_a_browser_and_empty_for_a_probe(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        status, body, response = await server.get("/", headers=BROWSER)
+        status, body, response = await server.get("/", headers=BROWSER_HEADERS)
         assert status == 200
         assert b"<title>penstock</title>" in body
         assert response.headers["Content-Type"] == "text/html; charset=utf-8"
@@ -63,17 +63,17 @@ def test_a_browser_gets_the_page_and_a_probe_an_empty_answer(tokenizer: Tokenize
         for headers in ({"Accept": "*/*"}, {"Accept": ""}, {"Accept": "application/json"}):
             status, body, response = await server.get("/", headers=headers)
             assert (status, body, response.headers["Vary"]) == (200, b"", "Accept")
-        for headers in (BROWSER, {"Accept": "*/*"}):
+        for headers in (BROWSER_HEADERS, {"Accept": "*/*"}):
             async with server.client.head("/", headers=headers) as response:
                 assert (response.status, await response.read()) == (200, b"")
 
     serve(tokenizer, test)
 
 
-def test_while_the_model_loads_a_probe_waits_and_a_browser_sees_the_page(tokenizer: Tokenizer) -> None:
+def test_while_loading_a_probe_gets_503_and_a_browser_the_page(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         assert (await server.get("/"))[0] == 503
-        assert (await server.get("/", headers=BROWSER))[0] == 200
+        assert (await server.get("/", headers=BROWSER_HEADERS))[0] == 200
         status, body, _ = await server.get("/stats")
         stats = json.loads(body)
         assert (status, stats["ready"], stats["stage"], stats["limits"]["max_total_tokens"]) == (200, False, "reading weights", 0)
@@ -81,12 +81,12 @@ def test_while_the_model_loads_a_probe_waits_and_a_browser_sees_the_page(tokeniz
     serve(tokenizer, test, ready=False, stage="reading weights", limits=None)
 
 
-def test_the_page_is_open_and_its_numbers_ask_for_the_key(tokenizer: Tokenizer) -> None:
+def test_page_needs_no_api_key_and_its_statistics_do(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        assert (await server.get("/", headers=BROWSER))[0] == 200
+        assert (await server.get("/", headers=BROWSER_HEADERS))[0] == 200
         for path in page.FILES:
             assert (await server.get(path))[0] == 200
-        for accept in ({}, WATCH):
+        for accept in ({}, EVENTS):
             assert (await server.get("/stats", headers=accept))[0] == 401
         assert (await server.get("/stats", headers={"Authorization": "Bearer secret"}))[0] == 200
         assert (await server.get("/page/../app.py"))[0] in (401, 404)
@@ -95,10 +95,10 @@ def test_the_page_is_open_and_its_numbers_ask_for_the_key(tokenizer: Tokenizer) 
     serve(tokenizer, test, settings={"api_keys": ("secret",)})
 
 
-def test_nothing_but_the_own_files_may_be_loaded(tokenizer: Tokenizer) -> None:
+def test_content_security_policy_allows_only_the_servers_own_files(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for path in ("/", *page.FILES):
-            _, _, response = await server.get(path, headers=BROWSER)
+            _, _, response = await server.get(path, headers=BROWSER_HEADERS)
             policy = dict(rule.split(" ", 1) for rule in response.headers["Content-Security-Policy"].split("; "))
             assert policy["default-src"] == "'none'"
             assert {policy[name] for name in ("script-src", "style-src", "connect-src")} == {"'self'"}
@@ -110,34 +110,34 @@ def test_nothing_but_the_own_files_may_be_loaded(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_files_are_kept_by_their_tag(tokenizer: Tokenizer) -> None:
+def test_files_are_revalidated_by_etag(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for path in ("/", *page.FILES):
-            _, body, response = await server.get(path, headers=BROWSER)
+            _, body, response = await server.get(path, headers=BROWSER_HEADERS)
             assert body
             assert response.headers["Cache-Control"] == "no-cache"
-            again, body, response = await server.get(path, headers={**BROWSER, "If-None-Match": response.headers["ETag"]})
+            again, body, response = await server.get(path, headers={**BROWSER_HEADERS, "If-None-Match": response.headers["ETag"]})
             assert (again, body) == (304, b"")
             assert "Content-Security-Policy" in response.headers
 
     serve(tokenizer, test)
 
 
-def test_stats_add_up(tokenizer: Tokenizer) -> None:
-    """Each sample of the stand-in is its place in the list of names."""
+def test_stats_map_metrics_to_fields_and_pages_add_up(tokenizer: Tokenizer) -> None:
+    """Each of the fake's samples is its index in the list of names."""
 
     async def test(server: Server) -> None:
         status, body, response = await server.get("/stats")
         assert (status, response.headers["Content-Type"]) == (200, "application/json")
         assert response.headers["Cache-Control"] == "no-store"
         stats = json.loads(body)
-        place = {name: index for index, name in enumerate(page.SAMPLES)}
+        sample_index = {name: index for index, name in enumerate(page.SAMPLES)}
         assert stats["model"] == "some/model"
-        assert stats["requests"] == {name: place[f"penstock_{name}"] for name in ("running", "waiting", "paused")}
-        assert stats["counted"]["generated_tokens"] == place["penstock_generated_tokens_total"]
-        assert stats["counted"]["step_seconds"] == place["penstock_step_seconds_sum"]
+        assert stats["requests"] == {name: sample_index[f"penstock_{name}"] for name in ("running", "waiting", "paused")}
+        assert stats["counted"]["generated_tokens"] == sample_index["penstock_generated_tokens_total"]
+        assert stats["counted"]["step_seconds"] == sample_index["penstock_step_seconds_sum"]
         pages = stats["pages"]
-        assert pages["held"] + pages["cached"] + pages["free"] == pages["total"] == place["penstock_pages_total"]
+        assert pages["held"] + pages["cached"] + pages["free"] == pages["total"] == sample_index["penstock_pages_total"]
         assert stats["limits"] == {
             "max_input_tokens": 100,
             "max_total_tokens": 128,
@@ -151,8 +151,8 @@ def test_stats_add_up(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings={"max_best_of": 8, "max_num_beams": 4})
 
 
-def test_every_sample_is_one_that_is_counted() -> None:
-    """By their names in /metrics: a counter that is renamed would be 0 on the page without this."""
+def test_every_sample_of_the_page_is_an_existing_metric() -> None:
+    """By name in /metrics: a metric that is renamed would otherwise be 0 on the page."""
     assert set(Metrics().samples(page.SAMPLES)) == set(page.SAMPLES)
 
 
@@ -163,11 +163,11 @@ def test_samples_are_summed_over_labels() -> None:
     assert metrics.samples(["tgi_request_failure_total", "tgi_no_such_thing"]) == {"tgi_request_failure_total": 2.0}
 
 
-def test_those_who_watch_share_a_snapshot_a_second_and_nobody_costs_nothing(tokenizer: Tokenizer) -> None:
+def test_watchers_share_one_snapshot_per_second_and_none_is_taken_without_watchers(tokenizer: Tokenizer) -> None:
     async def watch(server: Server, seconds: float) -> list[Any]:
         found = []
         end = monotonic() + seconds
-        async with server.client.get("/stats", headers=WATCH) as response:
+        async with server.client.get("/stats", headers=EVENTS) as response:
             assert response.headers["Content-Type"] == "text/event-stream"
             while monotonic() < end:
                 line = await response.content.readline()
@@ -176,36 +176,36 @@ def test_those_who_watch_share_a_snapshot_a_second_and_nobody_costs_nothing(toke
         return found
 
     async def test(server: Server) -> None:
-        assert server.metrics.looks == 0
-        watched = await asyncio.gather(*(watch(server, 2.2) for _ in range(5)))
-        assert all(3 <= len(found) <= 5 for found in watched)
-        assert server.metrics.looks <= 5
-        looks = server.metrics.looks
+        assert server.metrics.samplings == 0
+        snapshots = await asyncio.gather(*(watch(server, 2.2) for _ in range(5)))
+        assert all(3 <= len(found) <= 5 for found in snapshots)
+        assert server.metrics.samplings <= 5
+        samplings = server.metrics.samplings
         await asyncio.sleep(1.5)
-        assert server.metrics.looks == looks
+        assert server.metrics.samplings == samplings
 
     serve(tokenizer, test)
 
 
-def test_a_watcher_does_not_delay_the_end(tokenizer: Tokenizer) -> None:
-    """The runner would wait for its handlers, a second here."""
+def test_open_statistics_stream_does_not_delay_shutdown(tokenizer: Tokenizer) -> None:
+    """The runner would wait for open handlers, a second here."""
 
     async def run() -> float:
         config = RouterConfig(folder="", model="some/model")
         async with asyncio.timeout(20), aiohttp.ClientSession() as session:
             async with serving(tokenizer, config, FakeBatcher(tokenizer)) as server:
                 _, _, response = await server.get("/stats")
-                watched = await session.get(response.url, headers=WATCH)
-                await watched.content.readline()
-                began = monotonic()
-            seconds = monotonic() - began
-            watched.close()
+                stream = await session.get(response.url, headers=EVENTS)
+                await stream.content.readline()
+                start = monotonic()
+            seconds = monotonic() - start
+            stream.close()
             return seconds
 
-    assert asyncio.run(least(0.8, run)) < 0.8
+    assert asyncio.run(fastest_of_several(0.8, run)) < 0.8
 
 
-def test_the_page_needs_no_one_else_and_writes_no_markup() -> None:
+def test_page_loads_nothing_external_and_writes_no_html() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in (page.INDEX, *page.FILES.values())}
     for name, text in texts.items():
         assert not re.search(r"(?:https?:)?//[a-z0-9-]+\.[a-z]", text.replace("http://www.w3.org/2000/svg", "")), name
@@ -219,13 +219,13 @@ def test_the_page_needs_no_one_else_and_writes_no_markup() -> None:
     assert sum(len(text) for text in texts.values()) < 90_000
 
 
-def test_each_control_has_a_label() -> None:
+def test_each_form_control_has_a_label() -> None:
     text = page.INDEX.read_text(encoding="utf-8")
     labelled = set(re.findall(r'<label[^>]* for="([^"]+)"', text))
     controls = set(re.findall(r'<(?:input|select|textarea)[^>]* id="([^"]+)"', text))
     assert controls - labelled == {"colours"}  # is inside its label
 
 
-def test_files_are_in_the_tree() -> None:
+def test_served_files_are_those_in_the_folder() -> None:
     folder = Path(page.__file__).parent / "page"
     assert {path.name for path in folder.iterdir()} == {path.name for path in page.FILES.values()} | {"index.html"}

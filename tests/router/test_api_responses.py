@@ -1,4 +1,4 @@
-"""/v1/responses: items to a chat, an answer to items, and the events in which these grow."""
+"""OpenAI's /v1/responses: input items become a chat, answers become output items and stream events, refusals and failures."""
 
 from typing import Any
 
@@ -20,24 +20,24 @@ F = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Of a model that thinks, and calls as Hermes does."""
+    """The template of a model with reasoning, whose tool calls are in Hermes' format."""
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 async def events(server: Server, body: Any) -> list[dict[str, Any]]:
-    """All of a stream, numbered."""
+    """All events of a stream; asserts that they are numbered in order."""
     found = await server.named_events(PATH, body)
     assert [event["sequence_number"] for event in found] == [*range(len(found))]
     return found
 
 
-def plain(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Without ids, which differ each time."""
     assert len({item["id"] for item in items}) == len(items)
     return [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in items]
 
 
-def test_a_text(tokenizer: Tokenizer) -> None:
+def test_text_answer_has_openais_fields(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, response = await server.post(PATH, {"input": "hi", "model": "m", "metadata": {"a": "b"}})
         assert status == 200
@@ -46,7 +46,7 @@ def test_a_text(tokenizer: Tokenizer) -> None:
         assert (body["metadata"], body["store"], body["error"], body["incomplete_details"]) == ({"a": "b"}, False, None, None)
         content = [{"type": "output_text", "text": "Hello you", "annotations": [], "logprobs": []}]
         message = {"type": "message", "status": "completed", "role": "assistant", "content": content}
-        assert plain(body["output"]) == [message]
+        assert without_ids(body["output"]) == [message]
         (request,) = server.batcher.requests
         assert tokenizer.decode(request.prompt) == "[user]hi[a]"
         assert body["usage"] == {
@@ -66,24 +66,24 @@ def test_a_text(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("stop", "status"), [('": 1', "incomplete"), ("</tool", "completed")])
-def test_a_call_that_a_stop_string_cut_is_incomplete(tokenizer: Tokenizer, stop: str, status: str) -> None:
+def test_tool_call_cut_by_a_stop_string_is_incomplete(tokenizer: Tokenizer, stop: str, status: str) -> None:
     async def test(server: Server) -> None:
-        asked = {"input": "hi", "tools": [F], "max_output_tokens": 99, "stop": [stop]}
-        _, whole, _ = await server.post(PATH, asked)
-        for body in (whole, (await events(server, asked))[-1]["response"]):
+        request_body = {"input": "hi", "tools": [F], "max_output_tokens": 99, "stop": [stop]}
+        _, unstreamed, _ = await server.post(PATH, request_body)
+        for body in (unstreamed, (await events(server, request_body))[-1]["response"]):
             assert body["output"][-1]["type"] == "function_call"
             assert (body["status"], body["output"][-1]["status"]) == ("completed", status)
 
-    serve(tokenizer, test, says='<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>')
+    serve(tokenizer, test, generates='<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>')
 
 
-def test_a_stream_grows_into_the_same(tokenizer: Tokenizer) -> None:
-    says = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
+def test_stream_events_build_the_same_response_as_without_streaming(tokenizer: Tokenizer) -> None:
+    generates = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
 
     async def test(server: Server) -> None:
-        asked = {"input": "hi", "tools": [F], "max_output_tokens": 99}
-        _, whole, _ = await server.post(PATH, asked)
-        found = await events(server, asked)
+        request_body = {"input": "hi", "tools": [F], "max_output_tokens": 99}
+        _, unstreamed, _ = await server.post(PATH, request_body)
+        found = await events(server, request_body)
         kinds = [event["type"].removeprefix("response.") for event in found]
         assert kinds[:2] == ["created", "in_progress"]
         assert kinds[-1] == "completed"
@@ -93,9 +93,9 @@ def test_a_stream_grows_into_the_same(tokenizer: Tokenizer) -> None:
             *("function_call_arguments.delta", "function_call_arguments.done"),
         ]
         last = found[-1]["response"]
-        assert plain(last["output"]) == plain(whole["output"])
+        assert without_ids(last["output"]) == without_ids(unstreamed["output"])
         assert [item["type"] for item in last["output"]] == ["reasoning", "message", "function_call"]
-        assert last["usage"] == whole["usage"]
+        assert last["usage"] == unstreamed["usage"]
         assert last["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
         done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
         assert done == last["output"]
@@ -110,38 +110,38 @@ def test_a_stream_grows_into_the_same(tokenizer: Tokenizer) -> None:
         assert last["output"][2]["arguments"] == '{"x": 1}'
         assert last["output"][2]["name"] == "f"
 
-    serve(tokenizer, test, says=says)
+    serve(tokenizer, test, generates=generates)
 
 
-def test_logprobs_stand_with_their_text(tokenizer: Tokenizer) -> None:
+def test_logprobs_are_in_the_part_and_in_the_delta_of_their_text(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        asked = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 2}
-        _, body, _ = await server.post(PATH, asked)
+        request_body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 2, "max_output_tokens": 2}
+        _, body, _ = await server.post(PATH, request_body)
         logprobs = body["output"][0]["content"][0]["logprobs"]
         assert [one["token"] for one in logprobs] == ["H", "e"]
         assert [len(one["top_logprobs"]) for one in logprobs] == [2, 2]
-        deltas = [event for event in await events(server, asked) if event["type"] == "response.output_text.delta"]
+        deltas = [event for event in await events(server, request_body) if event["type"] == "response.output_text.delta"]
         assert [event["logprobs"] for event in deltas] == [[one] for one in logprobs]
 
     serve(tokenizer, test)
 
 
-def test_logprobs_of_tokens_without_text_of_their_own_come_with_the_next(tokenizer: Tokenizer) -> None:
-    """Each of a character's bytes may be a token; and what could be a stop string is held back."""
+def test_logprobs_of_tokens_without_text_come_with_the_next_delta(tokenizer: Tokenizer) -> None:
+    """Tokens within a character have no text, and a possible stop string is held back."""
 
     async def test(server: Server) -> None:
-        asked = {"input": "hi", "include": ["message.output_text.logprobs"], "stop": ["axx"]}
-        found = await events(server, asked)
+        request_body = {"input": "hi", "include": ["message.output_text.logprobs"], "stop": ["axx"]}
+        found = await events(server, request_body)
         [part] = found[-1]["response"]["output"][0]["content"]
         assert part["text"] == "日本é ax"
         assert sum(len(one["bytes"]) for one in part["logprobs"]) == len("日本é ax".encode())
         deltas = [event for event in found if event["type"] == "response.output_text.delta"]
         assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
 
-    serve(tokenizer, test, says="日本é ax</s>")
+    serve(tokenizer, test, generates="日本é ax</s>")
 
 
-def test_items_become_messages(tokenizer: Tokenizer) -> None:
+def test_input_items_become_chat_messages(tokenizer: Tokenizer) -> None:
     items = [
         {"role": "developer", "content": "be"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
@@ -161,17 +161,17 @@ def test_items_become_messages(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_reasoning_belongs_to_what_comes_right_behind_it(tokenizer: Tokenizer) -> None:
-    """Not to a later answer, where its own was cut off; and all of it, where it comes in several items."""
+def test_reasoning_item_belongs_to_the_message_directly_after_it(tokenizer: Tokenizer) -> None:
+    """Not to a later answer if its own was cut off. Several reasoning items before a message all belong to it."""
 
     def reasoning(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
 
-    def said(role: str, text: str) -> dict[str, Any]:
+    def message(role: str, text: str) -> dict[str, Any]:
         return {"role": role, "content": text}
 
-    items = [said("user", "q"), reasoning("cut"), said("user", "go on"), said("assistant", "one"), said("user", "r")]
-    items += [reasoning("m"), reasoning("n"), said("assistant", "two")]
+    items = [message("user", "q"), reasoning("cut"), message("user", "go on"), message("assistant", "one"), message("user", "r")]
+    items += [reasoning("m"), reasoning("n"), message("assistant", "two")]
 
     async def test(server: Server) -> None:
         status, body, _ = await server.post(PATH, {"input": items})
@@ -182,13 +182,13 @@ def test_reasoning_belongs_to_what_comes_right_behind_it(tokenizer: Tokenizer) -
     serve(tokenizer, test)
 
 
-def test_formats_and_tools_bind(tokenizer: Tokenizer) -> None:
+def test_text_format_and_tool_choice_become_grammars(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         format = {"type": "json_schema", "name": "n", "strict": True, "schema": {"const": 1}}
         _, body, _ = await server.post(PATH, {"input": "hi", "text": {"format": format}})
         grammar = server.batcher.requests[-1].grammar
         assert grammar is not None
-        assert '"const":1' in grammar.source.splitlines()[-2]  # behind what the model thinks
+        assert '"const":1' in grammar.source.splitlines()[-2]  # after the reasoning
         assert body["text"] == {"format": format}
         for choice in ("required", {"type": "function", "name": "f"}):
             await server.post(PATH, {"input": "hi", "tools": [F], "tool_choice": choice})
@@ -199,8 +199,8 @@ def test_formats_and_tools_bind(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_an_item_that_is_refused_is_told_by_its_own_place(tokenizer: Tokenizer) -> None:
-    """Though in the chat that is made of them others come before, and some have joined."""
+def test_refused_item_is_named_by_its_index_in_the_input(tokenizer: Tokenizer) -> None:
+    """Its index among the chat's messages differs: instructions come first, and adjacent items are merged."""
 
     async def test(server: Server) -> None:
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -239,7 +239,7 @@ def test_an_item_that_is_refused_is_told_by_its_own_place(tokenizer: Tokenizer) 
         ({"temperature": -1}, "temperature"),
     ],
 )
-def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], parameter: str) -> None:
+def test_invalid_parameter_is_a_400_that_names_it(tokenizer: Tokenizer, given: dict[str, Any], parameter: str) -> None:
     async def test(server: Server) -> None:
         for streaming in (False, True):
             status, body, _ = await server.post(PATH, {"input": "hi", **given, "stream": streaming})
@@ -250,7 +250,7 @@ def test_what_is_refused_is_named(tokenizer: Tokenizer, given: dict[str, Any], p
     serve(tokenizer, test)
 
 
-def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
+def test_neutral_and_null_parameters_are_accepted(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         neutral = {"store": False, "background": False, "truncation": "disabled", "include": ["reasoning.encrypted_content"]}
         nulls = dict.fromkeys(("instructions", "previous_response_id", "conversation", "text", "reasoning", "tools", "metadata"))
@@ -261,18 +261,18 @@ def test_what_asks_for_nothing_is_taken(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_a_failure_in_the_middle_is_the_last_event(tokenizer: Tokenizer) -> None:
+def test_failure_during_a_stream_is_its_last_event(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         *before, last = await events(server, {"input": "hi"})
         assert last["type"] == "response.failed"
-        told = "".join(event["delta"] for event in before if event["type"] == "response.output_text.delta")
+        text = "".join(event["delta"] for event in before if event["type"] == "response.output_text.delta")
         [message] = last["response"]["output"]
-        assert (message["status"], message["content"][0]["text"]) == ("incomplete", told)
-        assert told
+        assert (message["status"], message["content"][0]["text"]) == ("incomplete", text)
+        assert text
         assert last["response"]["status"] == "failed"
         assert last["response"]["error"] == {"code": "server_error", "message": "Request failed during generation: gone"}
-        server.batcher.breaks = (0, Broken("gone"))
+        server.batcher.fails_after = (0, Broken("gone"))
         status, body, _ = await server.post(PATH, {"input": "hi", "stream": True})
         assert (status, body["error"]["code"]) == (500, "generation")
 
-    serve(tokenizer, test, breaks=(3, Broken("gone")))
+    serve(tokenizer, test, fails_after=(3, Broken("gone")))

@@ -1,4 +1,4 @@
-"""TGI's routes over real HTTP: shapes, order of events, statuses, and clients that leave."""
+"""TGI's routes over real HTTP with a fake batcher: responses, order of events, statuses, invalid bodies, client disconnects."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ def with_parameters(**parameters: Any) -> dict[str, Any]:
     return {"inputs": "hi", "parameters": {"max_new_tokens": 20, **parameters}}
 
 
-def test_generate(tokenizer: Tokenizer) -> None:
+def test_generate_returns_text_and_timing_headers(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, response = await server.post("/generate", HELLO)
         assert (status, body) == (200, {"generated_text": "Hello you"})
@@ -48,7 +48,7 @@ def test_generate(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_details_list_every_token_the_end_token_included(tokenizer: Tokenizer) -> None:
+def test_details_list_every_token_including_eos(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post("/generate", with_parameters(details=True, decoder_input_details=True, top_n_tokens=2))
         details = body["details"]
@@ -64,7 +64,7 @@ def test_details_list_every_token_the_end_token_included(tokenizer: Tokenizer) -
     serve(tokenizer, test)
 
 
-def test_details_without_more(tokenizer: Tokenizer) -> None:
+def test_details_without_prefill_and_top_tokens(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post("/generate", with_parameters(details=True, do_sample=True, seed=7))
         assert body["details"]["prefill"] == []
@@ -74,7 +74,7 @@ def test_details_without_more(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_infinite_logprobs_are_null(tokenizer: Tokenizer) -> None:
+def test_infinite_logprob_is_sent_as_null(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.post("/generate", with_parameters(details=True))
         assert body["details"]["tokens"][0]["logprob"] is None
@@ -82,7 +82,7 @@ def test_infinite_logprobs_are_null(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, logprob=float("-inf"))
 
 
-def test_generate_stream(tokenizer: Tokenizer) -> None:
+def test_generate_stream_has_an_event_per_token_and_the_text_in_the_last(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         events = await server.events("/generate_stream", with_parameters(details=True, top_n_tokens=1))
         assert [event["index"] for event in events] == list(range(1, 11))
@@ -107,19 +107,21 @@ def test_generate_stream(tokenizer: Tokenizer) -> None:
         ({"stop": ["x"]}, "Hello you", "eos_token"),
     ],
 )
-def test_streamed_and_whole_answers_end_alike(tokenizer: Tokenizer, parameters: dict[str, Any], text: str, reason: str) -> None:
+def test_streamed_and_unstreamed_responses_have_equal_text_tokens_and_finish_reason(
+    tokenizer: Tokenizer, parameters: dict[str, Any], text: str, reason: str
+) -> None:
     async def test(server: Server) -> None:
         body = with_parameters(details=True, **parameters)
         events = await server.events("/generate_stream", body)
-        _, whole, _ = await server.post("/generate", body)
-        assert events[-1]["generated_text"] == whole["generated_text"] == text
-        assert events[-1]["details"]["finish_reason"] == whole["details"]["finish_reason"] == reason
-        assert [event["token"] for event in events] == whole["details"]["tokens"]
+        _, unstreamed, _ = await server.post("/generate", body)
+        assert events[-1]["generated_text"] == unstreamed["generated_text"] == text
+        assert events[-1]["details"]["finish_reason"] == unstreamed["details"]["finish_reason"] == reason
+        assert [event["token"] for event in events] == unstreamed["details"]["tokens"]
 
     serve(tokenizer, test)
 
 
-def test_root_answers_as_hugging_faces_clients_expect(tokenizer: Tokenizer) -> None:
+def test_root_route_returns_a_list_with_the_full_text_by_default(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         assert (await server.post("/", HELLO))[1] == [{"generated_text": "hiHello you"}]
         assert (await server.post("/", with_parameters(return_full_text=False)))[1] == [{"generated_text": "Hello you"}]
@@ -131,7 +133,7 @@ def test_root_answers_as_hugging_faces_clients_expect(tokenizer: Tokenizer) -> N
     serve(tokenizer, test)
 
 
-def test_missing_parameters_sample_and_empty_ones_do_not(tokenizer: Tokenizer) -> None:
+def test_missing_or_null_parameters_mean_sampling_and_empty_ones_greedy(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for body in ({"inputs": "hi"}, {"inputs": "hi", "parameters": {}}, {"inputs": "hi", "parameters": None}):
             await server.post("/generate", body)
@@ -140,7 +142,7 @@ def test_missing_parameters_sample_and_empty_ones_do_not(tokenizer: Tokenizer) -
     serve(tokenizer, test)
 
 
-def test_adapters_by_their_id(tokenizer: Tokenizer) -> None:
+def test_adapter_id_selects_an_adapter_and_an_unknown_one_is_a_422(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for name in ("french", "", None):
             assert (await server.post("/generate", with_parameters(adapter_id=name)))[0] == 200
@@ -152,7 +154,7 @@ def test_adapters_by_their_id(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings={"adapters": ("french", "b")})
 
 
-def test_nulls_are_nothing(tokenizer: Tokenizer) -> None:
+def test_null_and_unknown_parameters_are_accepted(tokenizer: Tokenizer) -> None:
     names = "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p do_sample return_full_text stop "
     names += (
         "truncate watermark details decoder_input_details seed top_n_tokens grammar adapter_id presence_penalty min_p logit_bias"
@@ -165,7 +167,7 @@ def test_nulls_are_nothing(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_langchains_contradictions_are_fine(tokenizer: Tokenizer) -> None:
+def test_do_sample_false_with_sampling_parameters_as_langchain_sends_is_accepted(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         body = with_parameters(do_sample=False, temperature=0.8, top_p=0.95, typical_p=0.95, stop=[], watermark=False)
         assert (await server.post("/", body))[0] == 200
@@ -203,7 +205,9 @@ def test_langchains_contradictions_are_fine(tokenizer: Tokenizer) -> None:
         ({"stop": "x"}, "Expected `array | null`, got `str` - at `$.parameters.stop`"),
     ],
 )
-def test_what_is_invalid_is_a_422(tokenizer: Tokenizer, path: str, parameters: dict[str, Any], message: str) -> None:
+def test_invalid_parameter_is_a_422_with_a_message(
+    tokenizer: Tokenizer, path: str, parameters: dict[str, Any], message: str
+) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post(path, with_parameters(**parameters) | {"stream": True})
         assert (status, body["error_type"], set(body)) == (422, "validation", {"error", "error_type"})
@@ -215,7 +219,7 @@ def test_what_is_invalid_is_a_422(tokenizer: Tokenizer, path: str, parameters: d
     serve(tokenizer, test)
 
 
-def test_what_a_stream_lacks(tokenizer: Tokenizer) -> None:
+def test_best_of_and_decoder_input_details_are_refused_in_streams(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for parameters, message in (
             ({"best_of": 2, "do_sample": True}, "`best_of` != 1 is not supported when streaming tokens"),
@@ -231,9 +235,9 @@ def parameters_of(text: str) -> bytes:
     return b'{"inputs": "a", "parameters": {' + text.encode() + b"}}"
 
 
-DEEP = "[" * 100_000
-DIGITS = "9" * 5000
-BODIES: list[tuple[bytes, int, str]] = [  # what is sent, the status, a name or a word that the complaint must have
+DEEP_NESTING = "[" * 100_000
+LONG_NUMBER = "9" * 5000
+INVALID_BODIES: list[tuple[bytes, int, str]] = [  # body, status, a field or text that the error must name
     (b"", 400, "JSON"),
     (b"{", 400, "JSON"),
     (b'{"inputs": "a"} x', 400, "`inputs`"),
@@ -261,7 +265,7 @@ BODIES: list[tuple[bytes, int, str]] = [  # what is sent, the status, a name or 
     (parameters_of('"adapter_id": 3'), 422, "adapter_id`"),
     (parameters_of('"grammar": []'), 422, "grammar`"),
     (parameters_of('"priority": [1]'), 422, "`priority`"),
-    # numbers that are none, or none of ours
+    # values that are no number, or out of range
     (parameters_of('"temperature": NaN'), 400, "`temperature`"),
     (parameters_of('"top_p": Infinity'), 400, "`top_p`"),
     (parameters_of('"temperature": 1e999'), 422, "temperature`"),
@@ -282,12 +286,12 @@ BODIES: list[tuple[bytes, int, str]] = [  # what is sent, the status, a name or 
     (parameters_of('"max_new_tokens": 99999999999999999999999999'), 422, "max_new_tokens`"),
     (parameters_of('"seed": 18446744073709551616'), 422, "seed`"),
     (parameters_of('"seed": -1'), 422, "`seed`"),
-    (parameters_of(f'"seed": {DIGITS}'), 422, "seed`"),
-    (parameters_of(f'"max_new_tokens": {DIGITS[:4000]}'), 422, "max_new_tokens`"),
-    (parameters_of(f'"top_k": {DIGITS}'), 422, "top_k`"),
-    (parameters_of(f'"temperature": {DIGITS[:400]}'), 422, "temperature`"),
-    (parameters_of(f'"logit_bias": {{"{DIGITS}": 1}}'), 422, "logit_bias"),
-    # text that is none
+    (parameters_of(f'"seed": {LONG_NUMBER}'), 422, "seed`"),
+    (parameters_of(f'"max_new_tokens": {LONG_NUMBER[:4000]}'), 422, "max_new_tokens`"),
+    (parameters_of(f'"top_k": {LONG_NUMBER}'), 422, "top_k`"),
+    (parameters_of(f'"temperature": {LONG_NUMBER[:400]}'), 422, "temperature`"),
+    (parameters_of(f'"logit_bias": {{"{LONG_NUMBER}": 1}}'), 422, "logit_bias"),
+    # invalid text
     (b'{"inputs": "\xff"}', 400, "`inputs`"),
     (b'{"inputs": "\xc3"}', 400, "`inputs`"),
     (b'{"inputs": "\\ud800"}', 400, "`inputs`"),
@@ -300,52 +304,54 @@ BODIES: list[tuple[bytes, int, str]] = [  # what is sent, the status, a name or 
     (b'{"inputs": "a", "parameters": {"stop": ["\xed\xa0\x80"]}}', 400, "`stop`"),
     (b'{"inputs": "a\x00b"}', 400, "`inputs`"),
     # nesting
-    (f'{{"inputs": {DEEP}'.encode(), 422, "inputs`"),
-    (f'{{"inputs": "a", "other": {DEEP}'.encode(), 400, "`other`"),
-    (parameters_of(f'"grammar": {{"type": "json", "value": {DEEP}'), 400, "`parameters`"),
+    (f'{{"inputs": {DEEP_NESTING}'.encode(), 422, "inputs`"),
+    (f'{{"inputs": "a", "other": {DEEP_NESTING}'.encode(), 400, "`other`"),
+    (parameters_of(f'"grammar": {{"type": "json", "value": {DEEP_NESTING}'), 400, "`parameters`"),
     (b'{"inputs": "a", "parameters": {"grammar": {"type": "json", "value": ' + b'{"a":' * 50_000, 400, "`parameters`"),
-    # twice
+    # duplicate keys
     (b'{"inputs": "a", "inputs": "b"}', 422, "`inputs`"),
     (parameters_of('"seed": 1, "seed": 2'), 422, "`seed`"),
     (parameters_of('"grammar": {"type": "json", "value": {"type": "object", "type": "object"}}'), 422, "`type`"),
 ]
 
 
-@pytest.mark.parametrize(("data", "expected", "named"), BODIES)
-def test_bad_bodies(tokenizer: Tokenizer, data: bytes, expected: int, named: str) -> None:
+@pytest.mark.parametrize(("data", "expected", "cause"), INVALID_BODIES)
+def test_invalid_body_is_refused_quickly_and_the_error_names_the_cause(
+    tokenizer: Tokenizer, data: bytes, expected: int, cause: str
+) -> None:
     async def test(server: Server) -> None:
         for path in ("/generate", "/generate_stream", "/"):
-            began = time.monotonic()
+            start = time.monotonic()
             status, body, _ = await server.post(path, data)
-            assert time.monotonic() - began < 9
+            assert time.monotonic() - start < 9
             assert status == expected, body
             assert body["error_type"] == "validation"
             assert set(body) == {"error", "error_type"}
-            assert named in body["error"]
+            assert cause in body["error"]
         assert server.metrics.failures == ["validation"] * 3
         assert server.batcher.requests == []
-        assert (await server.post("/generate", HELLO))[:2] == (200, {"generated_text": "Hello you"})  # unharmed
+        assert (await server.post("/generate", HELLO))[:2] == (200, {"generated_text": "Hello you"})  # the server still works
 
     serve(tokenizer, test)
 
 
-def test_ten_megabytes_are_refused_at_once(tokenizer: Tokenizer) -> None:
-    """Whether the length is announced or not, and whether or not it would be JSON."""
+def test_body_above_the_size_limit_is_a_413_within_seconds(tokenizer: Tokenizer) -> None:
+    """With or without Content-Length, and whether the body is JSON or not."""
 
-    async def pieces(data: bytes) -> AsyncIterator[bytes]:
-        for place in range(0, len(data), 1 << 16):
-            yield data[place : place + (1 << 16)]
+    async def chunked(data: bytes) -> AsyncIterator[bytes]:
+        for offset in range(0, len(data), 1 << 16):
+            yield data[offset : offset + (1 << 16)]
 
     async def test(server: Server) -> None:
-        whole = json.dumps({"inputs": "x" * 10_000_000}).encode()
-        for data in (whole, b"[" * 10_000_000):
+        valid = json.dumps({"inputs": "x" * 10_000_000}).encode()
+        for data in (valid, b"[" * 10_000_000):
             for path in ("/generate", "/generate_stream", "/", "/tokenize"):
-                for sent in (io.BytesIO(data), pieces(data)):
-                    began = time.monotonic()
-                    async with server.client.post(path, data=sent) as response:
+                for payload in (io.BytesIO(data), chunked(data)):
+                    start = time.monotonic()
+                    async with server.client.post(path, data=payload) as response:
                         assert response.status == 413
                         assert (await response.json())["error_type"] == "payload_too_large"
-                    assert time.monotonic() - began < 9
+                    assert time.monotonic() - start < 9
         assert (await server.post("/generate", HELLO))[0] == 200
 
     serve(tokenizer, test)
@@ -355,9 +361,9 @@ def test_ten_megabytes_are_refused_at_once(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "status", "body", "headers"),
     [
-        ({"refuses": Overloaded("x")}, 429, {"error": "Model is overloaded", "error_type": "overloaded"}, {"Retry-After": "1"}),
+        ({"fails_with": Overloaded("x")}, 429, {"error": "Model is overloaded", "error_type": "overloaded"}, {"Retry-After": "1"}),
         (
-            {"refuses": Broken("rank 0 died")},
+            {"fails_with": Broken("rank 0 died")},
             424,
             {"error": "Request failed during generation: rank 0 died", "error_type": "generation"},
             {"x-should-retry": "false"},
@@ -371,7 +377,7 @@ def test_ten_megabytes_are_refused_at_once(tokenizer: Tokenizer) -> None:
         ({"ready": False, "stage": "draining"}, 503, {"error": "draining", "error_type": "unavailable"}, {"Retry-After": "1"}),
     ],
 )
-def test_failures_before_the_first_byte_are_statuses(
+def test_failure_before_the_first_token_sets_status_and_retry_headers(
     tokenizer: Tokenizer, path: str, behaviour: dict[str, Any], status: int, body: dict[str, str], headers: dict[str, str]
 ) -> None:
     async def test(server: Server) -> None:
@@ -382,7 +388,7 @@ def test_failures_before_the_first_byte_are_statuses(
     serve(tokenizer, test, **behaviour)
 
 
-def test_a_failure_in_the_middle_is_an_event(tokenizer: Tokenizer) -> None:
+def test_failure_during_a_stream_is_its_last_event(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         events = await server.events("/generate_stream", HELLO)
         assert [event["index"] for event in events[:-1]] == [1, 2, 3]
@@ -390,79 +396,84 @@ def test_a_failure_in_the_middle_is_an_event(tokenizer: Tokenizer) -> None:
         status, body, _ = await server.post("/generate", HELLO)
         assert (status, body["error_type"]) == (424, "generation")
 
-    serve(tokenizer, test, breaks=(3, Broken("gone")))
+    serve(tokenizer, test, fails_after=(3, Broken("gone")))
 
 
-def test_the_first_event_leaves_before_the_last_token_is_there(tokenizer: Tokenizer) -> None:
+def test_each_event_is_sent_before_the_next_token_is_generated(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        assert server.batcher.pace is not None
-        server.batcher.pace.release()  # the response begins with the first token
+        assert server.batcher.token_permits is not None
+        server.batcher.token_permits.release()  # the response begins with the first token
         async with server.client.post("/generate_stream", json=HELLO) as response:
             for count in range(1, 11):
                 line = await response.content.readline()
                 assert json.loads(line.removeprefix(b"data: "))["index"] == count
-                assert server.batcher.told == count
+                assert server.batcher.tokens_sent == count
                 assert await response.content.readline() == b"\n"
-                server.batcher.pace.release()
+                server.batcher.token_permits.release()
 
-    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+    serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
 
 
 @pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
 @pytest.mark.parametrize("tokens", [0, 3])
-def test_a_client_that_leaves_closes_the_stream(tokenizer: Tokenizer, path: str, tokens: int) -> None:
+def test_client_disconnect_closes_the_stream(tokenizer: Tokenizer, path: str, tokens: int) -> None:
     async def test(server: Server) -> None:
         task = asyncio.create_task(server.post(path, HELLO))
         await until(lambda: server.batcher.opened == 1)
-        assert server.batcher.pace is not None
+        assert server.batcher.token_permits is not None
         for _ in range(tokens):
-            server.batcher.pace.release()
-        await until(lambda: server.batcher.told == tokens)
+            server.batcher.token_permits.release()
+        await until(lambda: server.batcher.tokens_sent == tokens)
         assert server.batcher.closed == 0
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         await until(lambda: server.batcher.closed == 1)
 
-    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+    serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
 
 
-def test_a_client_that_stops_reading_holds_the_stream_and_leaving_closes_it(
+def test_client_that_stops_reading_pauses_its_stream_and_disconnecting_closes_it(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    most = 100_000
+    max_new_tokens = 100_000
 
     async def test(server: Server) -> None:
-        response = await server.client.post("/generate_stream", json=with_parameters(max_new_tokens=most, top_n_tokens=5))
-        told = -1
-        while told != server.batcher.told:  # buffers between us fill
-            told = server.batcher.told
+        response = await server.client.post("/generate_stream", json=with_parameters(max_new_tokens=max_new_tokens, top_n_tokens=5))
+        sent = -1
+        while sent != server.batcher.tokens_sent:  # until the socket buffers are full
+            sent = server.batcher.tokens_sent
             await asyncio.sleep(0.3)
-        assert told < most
+        assert sent < max_new_tokens
         assert server.batcher.closed == 0
         response.close()
         await until(lambda: server.batcher.closed == 1)
         assert caplog.records == []
 
-    serve(tokenizer, test, says="x" * most, limits=Limits(max_input_tokens=100, max_total_tokens=2 * most, vocabulary=300))
+    serve(
+        tokenizer,
+        test,
+        generates="x" * max_new_tokens,
+        limits=Limits(max_input_tokens=100, max_total_tokens=2 * max_new_tokens, vocabulary=300),
+    )
 
 
-def test_silence_is_filled_with_blank_lines(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_alive_lines_are_sent_while_no_token_comes(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "KEEP_ALIVE", 0.05)
 
     async def test(server: Server) -> None:
-        assert server.batcher.pace is not None
+        assert server.batcher.token_permits is not None
         async with server.client.post("/generate_stream", json=HELLO) as response:
             assert response.status == 200  # before the first token: it takes too long
             assert await response.content.readline() == b"\n"
-            server.batcher.pace.release()
+            server.batcher.token_permits.release()
             lines = [await response.content.readline() for _ in range(12)]
             assert [line[:16] for line in lines if line != b"\n"] == [b'data: {"index":1']
 
-    serve(tokenizer, test, pace=asyncio.Semaphore(0))
+    serve(tokenizer, test, token_permits=asyncio.Semaphore(0))
 
 
-def test_line_ends_of_others_are_escaped(tokenizer: Tokenizer) -> None:
+def test_unicode_line_separators_are_escaped_in_stream_events(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         async with server.client.post("/generate_stream", json=HELLO) as response:
             data = await response.read()
@@ -471,35 +482,35 @@ def test_line_ends_of_others_are_escaped(tokenizer: Tokenizer) -> None:
         texts = [json.loads(line[6:])["token"]["text"] for line in data.split(b"\n") if line]
         assert "".join(texts) == "a\u2028b\u2029c\u0085d</s>"
 
-    serve(tokenizer, test, says="a\u2028b\u2029c\u0085d</s>")
+    serve(tokenizer, test, generates="a\u2028b\u2029c\u0085d</s>")
 
 
-def test_spans_of_long_texts_are_made_beside_the_event_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As their tokens are: a text of 2 MB has a million of them."""
-    threads = []
+def test_tokenize_of_long_text_runs_outside_the_event_loops_thread(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans and token texts are built in the tokenizer's thread: a text of 2 MB has a million of them."""
+    in_main_thread = []
 
-    class Spied(tgi.SpanJson):
+    class RecordingSpanJson(tgi.SpanJson):
         def __post_init__(self) -> None:
-            threads.append(threading.current_thread() is threading.main_thread())
+            in_main_thread.append(threading.current_thread() is threading.main_thread())
 
-    def text_of(id: int) -> str:
-        threads.append(threading.current_thread() is threading.main_thread())
+    def token_text(id: int) -> str:
+        in_main_thread.append(threading.current_thread() is threading.main_thread())
         return "x"
 
-    monkeypatch.setattr(tgi, "SpanJson", Spied)
-    monkeypatch.setattr(tokenizer, "token_text", text_of)
+    monkeypatch.setattr(tgi, "SpanJson", RecordingSpanJson)
+    monkeypatch.setattr(tokenizer, "token_text", token_text)
 
     async def test(server: Server) -> None:
         for text in ("short", "x" * (LONG_TEXT + 1)):
             for body in ({"inputs": text}, {"prompt": text, "return_token_strs": True}):
-                threads.clear()
+                in_main_thread.clear()
                 await server.post("/tokenize", body)
-                assert set(threads) == {text == "short"}
+                assert set(in_main_thread) == {text == "short"}
 
     serve(tokenizer, test)
 
 
-def test_tokenize_speaks_two_dialects(tokenizer: Tokenizer) -> None:
+def test_tokenize_answers_in_tgis_format_to_inputs_and_in_vllms_to_prompt(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, spans, _ = await server.post("/tokenize", {"inputs": "hé"})
         assert spans[0] == {"id": 0, "text": "", "start": 0, "stop": 0}
@@ -517,7 +528,7 @@ def test_tokenize_speaks_two_dialects(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_info(tokenizer: Tokenizer) -> None:
+def test_info_reports_model_and_limits(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, data, _ = await server.get("/info")
         info = json.loads(data)
@@ -527,7 +538,7 @@ def test_info(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, limits=Limits(100, 128, 300))
 
 
-def test_health_tells_ready_from_loading(tokenizer: Tokenizer) -> None:
+def test_health_is_503_with_stage_and_progress_while_loading_then_200(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         stage = "loading weights: 40 %"
         for path in ("/health", "/ping", "/"):
@@ -541,7 +552,7 @@ def test_health_tells_ready_from_loading(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, ready=False, limits=None, stage="loading weights: 40 %")
 
 
-def test_metrics_also_by_head(tokenizer: Tokenizer) -> None:
+def test_metrics_answer_get_and_head(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, data, response = await server.get("/metrics")
         assert (status, data) == (200, b"tgi_queue_size 0\n")
@@ -552,7 +563,7 @@ def test_metrics_also_by_head(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_a_key_is_asked_of_all_but_probes(tokenizer: Tokenizer) -> None:
+def test_api_key_is_required_everywhere_but_for_health_probes(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer "}, {"Authorization": "sésame"}):
             status, body, response = await server.post("/generate", HELLO, headers=headers)
@@ -566,8 +577,8 @@ def test_a_key_is_asked_of_all_but_probes(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings={"api_keys": ("sésame",)})
 
 
-def test_large_bodies_are_refused_before_they_are_read(tokenizer: Tokenizer) -> None:
-    async def pieces() -> Any:
+def test_body_above_payload_limit_is_a_413(tokenizer: Tokenizer) -> None:
+    async def chunks() -> Any:
         for _ in range(20):
             yield b" " * 100
 
@@ -576,7 +587,7 @@ def test_large_bodies_are_refused_before_they_are_read(tokenizer: Tokenizer) -> 
             413,
             {"error": "the body may have 1000 bytes (--payload-limit). Given: 1014", "error_type": "payload_too_large"},
         )
-        async with server.client.post("/generate", data=pieces()) as response:  # no Content-Length
+        async with server.client.post("/generate", data=chunks()) as response:  # no Content-Length
             assert response.status == 413
             assert (await response.json())["error_type"] == "payload_too_large"
         assert (await server.post("/generate", HELLO))[0] == 200
@@ -584,7 +595,7 @@ def test_large_bodies_are_refused_before_they_are_read(tokenizer: Tokenizer) -> 
     serve(tokenizer, test, settings={"payload_limit": 1000})
 
 
-def test_compressed_bodies_are_refused(tokenizer: Tokenizer) -> None:
+def test_compressed_body_is_a_415(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post("/generate", b"\x1f\x8bnonsense", headers={"Content-Encoding": "gzip"})
         assert (status, body["error_type"]) == (415, "unsupported_encoding")
@@ -592,7 +603,7 @@ def test_compressed_bodies_are_refused(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_unknown_routes_and_methods_are_json(tokenizer: Tokenizer) -> None:
+def test_unknown_route_and_wrong_method_are_json_errors(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post("/nowhere", {})
         assert (status, body["error_type"]) == (404, "not_found")
@@ -603,7 +614,7 @@ def test_unknown_routes_and_methods_are_json(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_a_request_id_comes_back(tokenizer: Tokenizer) -> None:
+def test_x_request_id_is_echoed(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for path in ("/generate", "/generate_stream", "/nowhere"):
             async with server.client.post(path, json=HELLO, headers={"X-Request-ID": "abc-1"}) as response:
@@ -612,7 +623,7 @@ def test_a_request_id_comes_back(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_the_demo_models_tokenizer_serves(tmp_path: Path) -> None:
+def test_requests_work_with_the_demo_models_tokenizer(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "demo" / "model"
     if not (folder / "tokenizer.json").is_file():
         pytest.skip("no demo model here")
@@ -628,12 +639,12 @@ def test_the_demo_models_tokenizer_serves(tmp_path: Path) -> None:
         assert body["choices"][0]["message"]["content"] == "Once upon a time."
 
     limits = Limits(max_input_tokens=100, max_total_tokens=128, vocabulary=100_000)
-    serve(tokenizer, test, says="Once upon a time." + tokenizer.token_text(end), limits=limits)
+    serve(tokenizer, test, generates="Once upon a time." + tokenizer.token_text(end), limits=limits)
 
 
-def test_the_best_answer_and_the_others(tokenizer: Tokenizer) -> None:
+def test_best_of_returns_the_most_probable_sequence_and_the_others_in_details(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        server.batcher.logprob = 0.5  # so that later choices are more probable
+        server.batcher.logprob = 0.5  # makes later choices more probable
         parameters = {"best_of": 3, "do_sample": True, "seed": 4, "details": True, "max_new_tokens": 20, "top_n_tokens": 1}
         status, body, response = await server.post("/generate", {"inputs": "hi", "parameters": parameters})
         assert status == 200
@@ -654,7 +665,7 @@ def test_the_best_answer_and_the_others(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_the_best_of_many_needs_sampling(tokenizer: Tokenizer) -> None:
+def test_best_of_without_sampling_or_above_its_limit_is_a_422(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for given, message in (
             ({"best_of": 2}, "Input validation error: you must use sampling when `best_of` is > 1"),
@@ -667,7 +678,7 @@ def test_the_best_of_many_needs_sampling(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_priority_and_timeout_are_parameters(tokenizer: Tokenizer) -> None:
+def test_priority_timeout_and_tenant_reach_the_batcher(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         body = {"inputs": "hi", "parameters": {"priority": "batch", "timeout": 1.5}}
         await server.post("/generate", body, headers={"Authorization": "Bearer k"})
@@ -683,15 +694,15 @@ def test_priority_and_timeout_are_parameters(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_a_deadline_that_is_over_is_a_504(tokenizer: Tokenizer) -> None:
+def test_expired_timeout_is_a_504_or_the_last_event_of_a_stream(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        server.batcher.refuses = Expired("late: 7 tokens were there")
+        server.batcher.fails_with = Expired("late: 7 tokens were there")
         for path in ("/generate", "/generate_stream"):
             status, body, response = await server.post(path, {"inputs": "hi"})
             assert (status, body) == (504, {"error": "late: 7 tokens were there", "error_type": "timeout"})
             assert response.headers["x-should-retry"] == "false"
-        server.batcher.refuses = None
-        server.batcher.breaks = (3, Expired("late: 3 tokens were there"))
+        server.batcher.fails_with = None
+        server.batcher.fails_after = (3, Expired("late: 3 tokens were there"))
         *tokens, last = await server.events("/generate_stream", {"inputs": "hi"})
         assert len(tokens) == 3
         assert last == {"error": "late: 3 tokens were there", "error_type": "timeout"}
@@ -699,7 +710,7 @@ def test_a_deadline_that_is_over_is_a_504(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_no_more_answers_than_may_run_at_once(tokenizer: Tokenizer) -> None:
+def test_max_batch_size_limits_best_of_and_n(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, body, _ = await server.get("/info")
         assert json.loads(body)["max_best_of"] == 3
@@ -711,23 +722,23 @@ def test_no_more_answers_than_may_run_at_once(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings={"max_batch_size": 3})
 
 
-def named(name: str) -> dict[str, Any]:
-    """An object that may have this property and no others, as the shards get it."""
+def object_with_only(name: str) -> dict[str, Any]:
+    """The schema that shards get for an object with this property and no others."""
     return {"type": "object", "properties": {name: {}}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(
     ("grammar", "kind", "source"),
     [
-        ({"type": "json", "value": {"properties": {"a": {}}}}, "json_schema", named("a")),
+        ({"type": "json", "value": {"properties": {"a": {}}}}, "json_schema", object_with_only("a")),
         ({"type": "json_object", "value": {"type": "object"}}, "json_schema", {"type": "object"}),
-        ({"type": "json", "value": '{"properties": {"é": {}}}'}, "json_schema", named("é")),
+        ({"type": "json", "value": '{"properties": {"é": {}}}'}, "json_schema", object_with_only("é")),
         ({"type": "json_schema", "value": {"name": "x", "schema": {"type": "array"}}}, "json_schema", {"type": "array"}),
         ({"type": "json_schema", "value": {"schema": {"type": "array"}, "strict": True}}, "json_schema", {"type": "array"}),
         ({"type": "regex", "value": "[0-9]+"}, "regex", "[0-9]+"),
     ],
 )
-def test_grammars_arrive(tokenizer: Tokenizer, grammar: dict[str, Any], kind: str, source: object) -> None:
+def test_grammar_of_each_type_reaches_the_batcher(tokenizer: Tokenizer, grammar: dict[str, Any], kind: str, source: object) -> None:
     async def test(server: Server) -> None:
         for path in ("/generate", "/"):
             assert (await server.post(path, with_parameters(grammar=grammar)))[0] == 200
@@ -741,7 +752,7 @@ def test_grammars_arrive(tokenizer: Tokenizer, grammar: dict[str, Any], kind: st
     serve(tokenizer, test)
 
 
-def test_an_operator_may_switch_grammars_off(tokenizer: Tokenizer) -> None:
+def test_disable_grammar_support_refuses_grammars(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         status, body, _ = await server.post("/generate", with_parameters(grammar={"type": "regex", "value": "a"}))
         assert (status, body["error"]) == (422, "Input validation error: grammar is not supported")
@@ -750,8 +761,8 @@ def test_an_operator_may_switch_grammars_off(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test, settings={"disable_grammar_support": True})
 
 
-def test_the_body_alone_says_whether_to_stream(tokenizer: Tokenizer) -> None:
-    """Clients send `Accept: */*`, and a bearer token whether or not there is a key."""
+def test_only_the_bodys_stream_field_selects_streaming_not_the_accept_header(tokenizer: Tokenizer) -> None:
+    """Clients send `Accept: */*`, and a bearer token even if no key is configured."""
 
     async def test(server: Server) -> None:
         for accept in ("*/*", "text/event-stream", "application/json"):
@@ -765,7 +776,7 @@ def test_the_body_alone_says_whether_to_stream(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_vllms_way_there_and_back(tokenizer: Tokenizer) -> None:
+def test_vllms_tokenize_and_detokenize_round_trip(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, found, _ = await server.post("/tokenize", {"prompt": "hé", "return_token_strs": True})
         assert found["token_strs"][:2] == ["<s>", "h"]
@@ -778,7 +789,7 @@ def test_vllms_way_there_and_back(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-SMUGGLED = [
+MALFORMED_HTTP = [
     b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nabcde",
     b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
@@ -793,13 +804,13 @@ SMUGGLED = [
 ]
 
 
-@pytest.mark.parametrize("sent", SMUGGLED)
-def test_what_is_no_http_is_a_400_and_the_end_of_its_connection(tokenizer: Tokenizer, sent: bytes) -> None:
+@pytest.mark.parametrize("data", MALFORMED_HTTP)
+def test_malformed_http_is_a_400_and_closes_the_connection(tokenizer: Tokenizer, data: bytes) -> None:
     async def test(server: Server) -> None:
         url = server.client._base_url
         assert url is not None
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        writer.write(sent)
+        writer.write(data)
         with contextlib.suppress(ConnectionError):  # closed before all was sent
             answer = await reader.read()
             assert answer.startswith(b"HTTP/1.1 400 ") or answer.startswith(b"HTTP/1.0 400 ")

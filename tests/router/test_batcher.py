@@ -1,4 +1,5 @@
-"""Streams: what a reader gets, and what becomes of the shards' pages, whatever readers, shards and operators do."""
+"""`Batcher` on fake shards: the items of its streams, admission and overload, deadlines and priorities, failures and draining, and
+that the shards' pages are free afterwards."""
 
 import asyncio
 import gc
@@ -34,85 +35,85 @@ from penstock.router.request import (
 from penstock.router.steps import Steps
 from penstock.router.streams import CompletionRate, Stream
 from penstock.tests.router.fakes import END, ByteTokenizer, FakeShards
-from penstock.tests.router.harness import answer, ask, config, quiet, read, run, value
+from penstock.tests.router.harness import config, expected_text, make_request, metric_value, read, run, until_idle
 
 
-def test_a_stream_is_a_prompt_then_tokens_then_a_finish() -> None:
+def test_stream_yields_a_prompt_then_tokens_then_a_finish() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        first, *tokens, last = await read(batcher, ask("hello", 4))
+        first, *tokens, last = await read(batcher, make_request("hello", 4))
         assert first == Prompt(())
-        text = answer("hello", 4)
+        text = expected_text("hello", 4)
         assert tokens == [Token(ord(character), character, character, -1.0, False) for character in text]
         assert isinstance(last, Finish)
         assert (last.reason, last.text, last.delta, last.generated_tokens) == ("length", text, "", 4)
         assert 0 <= last.queue_seconds < 5
         assert 0 <= last.inference_seconds < 5
-        await quiet(batcher, shards)
-        assert value(batcher, "tgi_request_success") == 1
-        assert value(batcher, "penstock_inter_token_latency_seconds_count") == 3
+        await until_idle(batcher, shards)
+        assert metric_value(batcher, "tgi_request_success") == 1
+        assert metric_value(batcher, "penstock_inter_token_latency_seconds_count") == 3
 
     run(test)
 
 
-def test_the_end_token_is_part_of_the_stream() -> None:
+def test_end_of_sequence_token_is_part_of_the_stream() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        *_, end, last = await read(batcher, ask("hello", 9, end_ids=(END,)))
+        *_, end, last = await read(batcher, make_request("hello", 9, end_ids=(END,)))
         assert end == Token(END, "<end>", "", -1.0, True)
         assert isinstance(last, Finish)
-        assert (last.reason, last.text, last.generated_tokens) == ("eos_token", answer("hello", 2), 3)
+        assert (last.reason, last.text, last.generated_tokens) == ("eos_token", expected_text("hello", 2), 3)
 
     run(test, FakeShards(ends_at=lambda prompt: 3))
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_token_that_ends_an_answer_is_text_as_a_stop_string_is(include: bool) -> None:
-    """Be it an ordinary one, or a special one where these are shown."""
+def test_end_tokens_text_is_kept_only_with_include_stop_or_if_shown(include: bool) -> None:
+    """That holds for ordinary tokens, and for special tokens that are shown."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        whole = answer("hello", 3)
+        whole = expected_text("hello", 3)
         ends = END, ord(whole[-1])
-        *_, token, last = await read(batcher, ask("hello", 9, end_ids=ends, include_stop=include))
+        *_, token, last = await read(batcher, make_request("hello", 9, end_ids=ends, include_stop=include))
         assert isinstance(token, Token)
         assert isinstance(last, Finish)
         assert (token.text, last.text) == (whole[-1], whole if include else whole[:-1])
-        *_, last = await read(batcher, ask("hello", 9, end_ids=ends, include_stop=include, shown=ends))
+        *_, last = await read(batcher, make_request("hello", 9, end_ids=ends, include_stop=include, shown=ends))
         assert isinstance(last, Finish)
         assert (last.reason, last.text) == ("eos_token", whole), "a reader wants to see it"
 
     run(test, FakeShards(ends_at=lambda prompt: 3))
 
 
-def test_what_a_sink_takes_does_not_come_and_nothing_is_lost_or_overtaken() -> None:
+def test_items_go_either_to_the_sink_or_to_the_reader_complete_and_in_order() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         chance = random.Random(4)
         found: list[Item] = []
-        took = in_hand = 0
+        taken = reader_has_items = 0
 
         def sink(items: list[Item]) -> bool:
-            nonlocal took
-            free = not in_hand and chance.random() < 0.6
+            nonlocal taken
+            free = not reader_has_items and chance.random() < 0.6
             if free:
                 found.extend(items)
-                took += 1
+                taken += 1
             return free
 
-        async for items in batcher.submit(ask("hello", 200, choices=2), sink):
-            in_hand = 1
-            for _ in range(chance.randrange(12)):  # turns of the loop, for some steps or none: time would differ between machines
+        async for items in batcher.submit(make_request("hello", 200, choices=2), sink):
+            reader_has_items = 1
+            for _ in range(chance.randrange(12)):  # turns of the loop, for zero or more steps: times would differ between machines
                 await asyncio.sleep(0)
             found.extend(items)
-            in_hand = 0
-        assert 20 < took < 199
+            reader_has_items = 0
+        assert 20 < taken < 199
         for choice in range(2):
             tokens = [item.id for item in found if isinstance(item, Token) and item.choice == choice]
-            assert "".join(map(chr, tokens)) == answer("hello", 200, choice)
+            assert "".join(map(chr, tokens)) == expected_text("hello", 200, choice)
         assert [type(item) for item in found[-4:]] == [Token, Finish] * 2
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(pages=256, seconds=0))
 
 
-def test_who_has_a_sink_that_takes_everything_is_told_of_the_end() -> None:
+def test_stream_ends_for_its_reader_when_the_sink_takes_every_item() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         found: list[Item] = []
 
@@ -121,14 +122,14 @@ def test_who_has_a_sink_that_takes_everything_is_told_of_the_end() -> None:
             return True
 
         async with asyncio.timeout(5):
-            assert [items async for items in batcher.submit(ask("hello", 4), sink)] == []
+            assert [items async for items in batcher.submit(make_request("hello", 4), sink)] == []
         assert len(found) == 6
 
     run(test)
 
 
-def test_a_sink_is_offered_no_more_than_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it makes of items is bounded as well. The reader takes what is too much."""
+def test_sink_is_offered_at_most_the_maximum_of_items_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the sink's output is bounded, too. The reader gets the remaining items."""
     monkeypatch.setattr(streams, "MOST_ITEMS", 5)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
@@ -138,7 +139,7 @@ def test_a_sink_is_offered_no_more_than_is_taken_at_once(monkeypatch: pytest.Mon
             offered.append(len(items))
             return False
 
-        async for _ in batcher.submit(ask("hello", 40), sink):
+        async for _ in batcher.submit(make_request("hello", 40), sink):
             for _ in range(50):
                 await asyncio.sleep(0)
         assert offered
@@ -147,7 +148,7 @@ def test_a_sink_is_offered_no_more_than_is_taken_at_once(monkeypatch: pytest.Mon
     run(test)
 
 
-def test_a_sink_that_raises_ends_its_own_stream_only() -> None:
+def test_exception_in_a_sink_ends_only_its_own_stream() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         calls = 0
 
@@ -158,29 +159,29 @@ def test_a_sink_that_raises_ends_its_own_stream_only() -> None:
                 raise ZeroDivisionError("in the sink")
             return True
 
-        async def watched() -> None:
-            async for _ in batcher.submit(ask("bad", 50), sink):
+        async def read_nothing() -> None:
+            async for _ in batcher.submit(make_request("bad", 50), sink):
                 raise AssertionError("the sink took everything")
 
-        bad, good = await asyncio.gather(watched(), read(batcher, ask("good", 50)), return_exceptions=True)
+        bad, good = await asyncio.gather(read_nothing(), read(batcher, make_request("good", 50)), return_exceptions=True)
         assert isinstance(bad, ZeroDivisionError)
         assert isinstance(good, list)
         assert len(good) == 52
         assert calls == 3
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
         assert batcher.ready
-        assert value(batcher, 'tgi_request_failure{err="generation"}') == 1
+        assert metric_value(batcher, 'tgi_request_failure{err="generation"}') == 1
 
     run(test)
 
 
-def test_who_reads_late_gets_few_lists_of_bounded_length_and_no_finish_without_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_gets_few_lists_of_bounded_length_and_no_finish_without_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "MOST_ITEMS", 5)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.submit(ask("hello", 20, choices=3))
+        stream = batcher.submit(make_request("hello", 20, choices=3))
         lists = [await anext(stream)]
-        while value(batcher, "tgi_request_success") < 1:  # noqa: ASYNC110
+        while metric_value(batcher, "tgi_request_success") < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         lists += [items async for items in stream]
         assert sum(map(len, lists)) == 1 + 3 * 21
@@ -192,25 +193,27 @@ def test_who_reads_late_gets_few_lists_of_bounded_length_and_no_finish_without_i
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_the_text_and_drops_the_group(include: bool) -> None:
+def test_stop_string_ends_the_text_and_drops_the_group(include: bool) -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        text = answer("hello", 10)
+        text = expected_text("hello", 10)
         stop = text[2:4]
-        items = await read(batcher, ask("hello", 40, stop=("never", stop), include_stop=include))
+        items = await read(batcher, make_request("hello", 40, stop=("never", stop), include_stop=include))
         assert len(items) == 6, "tokens past the stop string are thrown away"
         last = items[-1]
         assert isinstance(last, Finish)
         assert (last.reason, last.generated_tokens) == ("stop_sequence", 4)
         assert last.text == text[: 4 if include else 2]
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
         assert [command.WhichOneof("kind") for command in shards.commands].count("filter") == 1
 
     run(test)
 
 
-def test_alternatives_and_prompt_logprobs_come_where_they_were_asked_for() -> None:
+def test_top_alternatives_and_prompt_logprobs_are_returned_only_if_requested() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        plain, rich = await asyncio.gather(read(batcher, ask("plain")), read(batcher, ask("rich", top_n=2, prompt_logprobs=True)))
+        plain, rich = await asyncio.gather(
+            read(batcher, make_request("plain")), read(batcher, make_request("rich", top_n=2, prompt_logprobs=True))
+        )
         assert plain[0] == Prompt(())
         assert rich[0] == Prompt((None, -105.0, -99.0, -104.0))
         assert all(item.top == () for item in plain if isinstance(item, Token))
@@ -223,7 +226,7 @@ def test_alternatives_and_prompt_logprobs_come_where_they_were_asked_for() -> No
     run(test)
 
 
-def test_many_at_once_get_what_each_gets_alone() -> None:
+def test_concurrent_requests_get_the_same_text_as_each_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         choose = random.Random(1)
         texts = ["x" * choose.randint(1, 60) + str(number) for number in range(100)]
@@ -231,23 +234,23 @@ def test_many_at_once_get_what_each_gets_alone() -> None:
 
         async def one(text: str, most: int) -> str:
             await asyncio.sleep(choose.random() / 20)
-            last = (await read(batcher, ask(text, most)))[-1]
+            last = (await read(batcher, make_request(text, most)))[-1]
             assert isinstance(last, Finish)
             return last.text
 
         found = await asyncio.gather(*(one(text, most) for text, most in zip(texts, lengths, strict=True)))
-        assert found == [answer(text, most) for text, most in zip(texts, lengths, strict=True)]
-        await quiet(batcher, shards)
+        assert found == [expected_text(text, most) for text, most in zip(texts, lengths, strict=True)]
+        await until_idle(batcher, shards)
         assert shards.warmup is not None
         assert shards.model.largest <= shards.warmup.max_step_tokens
 
     run(test)
 
 
-def test_choices_come_interleaved_and_each_ends_for_itself() -> None:
+def test_choices_are_interleaved_and_a_stop_string_ends_one_choice_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stop = answer("hello", 9, 1)[3:5]
-        first, *items = await read(batcher, ask("hello", 10, choices=3, stop=(stop,)))
+        stop = expected_text("hello", 9, 1)[3:5]
+        first, *items = await read(batcher, make_request("hello", 10, choices=3, stop=(stop,)))
         assert first == Prompt(())
         assert [item.choice for item in items[:5] if isinstance(item, Token)] == [0, 1, 2, 0, 1]
         finishes = {item.choice: item for item in items if isinstance(item, Finish)}
@@ -257,19 +260,19 @@ def test_choices_come_interleaved_and_each_ends_for_itself() -> None:
             2: ("length", 10),
         }
         assert [finishes[index].text for index in range(3)] == [
-            answer("hello", 5 if index == 1 else 10, index) for index in range(3)
+            expected_text("hello", 5 if index == 1 else 10, index) for index in range(3)
         ]
-        await quiet(batcher, shards)
-        assert value(batcher, "tgi_request_generated_tokens_sum") == 25
+        await until_idle(batcher, shards)
+        assert metric_value(batcher, "tgi_request_generated_tokens_sum") == 25
         ends = [list(command.filter.end_choices) for command in shards.commands if command.HasField("filter")]
         assert ends == [[1]], "the shard is told of the one that nobody wants any more"
 
     run(test)
 
 
-def test_beams_of_which_one_meets_a_stop_string_end_together() -> None:
+def test_beam_search_ends_when_all_its_choices_have_met_a_stop_string() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        stream = batcher.open(ask("hello", 9, choices=2, beams=Beams(width=2), stop=("A",)), None)
+        stream = batcher.open(make_request("hello", 9, choices=2, beams=Beams(width=2), stop=("A",)), None)
         stream.started = 1.0
         scheduler = batcher._scheduler
         assert scheduler is not None
@@ -283,7 +286,7 @@ def test_beams_of_which_one_meets_a_stop_string_end_together() -> None:
     run(test)
 
 
-def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_fails_every_stream_and_ends_the_batcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks(*arguments: Any) -> None:
         raise ZeroDivisionError("/a/path")
 
@@ -291,59 +294,61 @@ def test_a_fault_of_ours_is_told_to_everybody_and_ends_the_batcher(monkeypatch: 
         batcher = Batcher(config(), ByteTokenizer(), FakeShards(), Metrics())
         await batcher.start()
         monkeypatch.setattr(Steps, "_report", breaks)
-        for end in await asyncio.gather(*(read(batcher, ask(text)) for text in ("a", "b")), return_exceptions=True):
+        for end in await asyncio.gather(*(read(batcher, make_request(text)) for text in ("a", "b")), return_exceptions=True):
             assert isinstance(end, Broken)
             assert str(end) == "the server failed (ZeroDivisionError): its log says why"
         with pytest.raises(ZeroDivisionError):
             await batcher.wait()
         assert not batcher.ready
         with pytest.raises(Broken, match="ZeroDivisionError"):
-            batcher.submit(ask("c"))
+            batcher.submit(make_request("c"))
         await batcher.close()
 
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_a_request_that_is_not_answered_in_time_ends() -> None:
+def test_request_that_exceeds_its_timeout_expires() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         late, quick = await asyncio.gather(
-            read(batcher, ask("late", 200, timeout=0.05)), read(batcher, ask("quick", 3, timeout=5.0)), return_exceptions=True
+            read(batcher, make_request("late", 200, timeout=0.05)),
+            read(batcher, make_request("quick", 3, timeout=5.0)),
+            return_exceptions=True,
         )
         assert isinstance(late, Expired)
         assert "not complete 0.05 s after" in str(late)
         assert isinstance(quick, list)
-        await quiet(batcher, shards)
-        assert value(batcher, 'tgi_request_failure{err="timeout"}') == 1
+        await until_idle(batcher, shards)
+        assert metric_value(batcher, 'tgi_request_failure{err="timeout"}') == 1
 
     run(test, FakeShards(seconds=0.002))
 
 
-def test_a_deadline_counts_from_when_the_request_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not from when it was found to be valid."""
-    streams = opened(monkeypatch)
+def test_deadline_counts_from_the_arrival_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the end of its validation."""
+    streams = record_streams(monkeypatch)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         now = monotonic()
         async with asyncio.timeout(10):
             with pytest.raises(Expired, match="not complete 30 s after"):
-                await read(batcher, ask("a", 200, timeout=30.0, arrived=now - 29.9))
+                await read(batcher, make_request("a", 200, timeout=30.0, arrived=now - 29.9))
             with pytest.raises(Expired, match=": 0 tokens"):
-                await read(batcher, ask("a", 200, timeout=30.0, arrived=now - 31.0))
-        asked = batcher.submit(ask("a", 3, priority=Priority.BATCH, timeout=30.0, arrived=now - 20.0))
-        await anext(asked)
+                await read(batcher, make_request("a", 200, timeout=30.0, arrived=now - 31.0))
+        stream = batcher.submit(make_request("a", 3, priority=Priority.BATCH, timeout=30.0, arrived=now - 20.0))
+        await anext(stream)
         assert streams[-1].rank - streams[-1].arrived == pytest.approx((now + 10.0 - streams[-1].arrived) / 2)
-        await asked.aclose()
-        await quiet(batcher, shards)
+        await stream.aclose()
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(seconds=0.005))
 
 
-def test_an_interactive_request_passes_those_that_came_before() -> None:
+def test_waiting_requests_are_served_by_priority() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         ends: list[str] = []
 
         async def one(text: str, priority: Priority, tenant: str = "") -> None:
-            await read(batcher, ask(text, 3, priority=priority, tenant=tenant))
+            await read(batcher, make_request(text, 3, priority=priority, tenant=tenant))
             ends.append(text)
 
         tasks = [asyncio.create_task(one("first", Priority.NORMAL))]
@@ -357,38 +362,38 @@ def test_an_interactive_request_passes_those_that_came_before() -> None:
     run(test, FakeShards(seconds=0.01), max_batch_size=1)
 
 
-def test_those_who_come_too_many_are_told_when_to_come_again() -> None:
-    pace = CompletionRate()
-    assert pace.seconds(5.0) == 1.0
+def test_completion_rate_estimates_the_seconds_until_a_request_ends() -> None:
+    rate = CompletionRate()
+    assert rate.seconds(5.0) == 1.0
     for second in range(10):
-        pace.ended(4.0 * second)
-    assert pace.seconds(38.0) == pytest.approx(3.8)
-    assert pace.seconds(10_000.0) == 60.0
-    pace.idled(10_000.0 - 38.0)
-    assert pace.seconds(10_000.0) == pytest.approx(3.8)
+        rate.ended(4.0 * second)
+    assert rate.seconds(38.0) == pytest.approx(3.8)
+    assert rate.seconds(10_000.0) == 60.0
+    rate.idled(10_000.0 - 38.0)
+    assert rate.seconds(10_000.0) == pytest.approx(3.8)
 
 
-def test_the_pace_is_that_of_requests_that_end() -> None:
+def test_seconds_to_room_follow_the_rate_of_completed_requests() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         assert batcher.seconds_to_room(monotonic() + 40) == 1.0
         for _ in range(2):
-            await read(batcher, ask("a", 3))
+            await read(batcher, make_request("a", 3))
         assert batcher.seconds_to_room(monotonic() + 40) == pytest.approx(20, abs=2)
 
     run(test)
 
 
-def test_a_time_in_which_nobody_came_slows_no_pace() -> None:
+def test_idle_time_does_not_lower_the_completion_rate_in_retry_after() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        await asyncio.gather(*(read(batcher, ask("a", 3)) for _ in range(8)))
+        await asyncio.gather(*(read(batcher, make_request("a", 3)) for _ in range(8)))
         batcher._readers._left -= 3600.0  # an hour ago
-        pace = batcher._readers.completion_rate
-        pace._ends = deque((end - 3600.0 for end in pace._ends), 32)
-        held = [batcher.submit(ask("b", 90)) for _ in range(8)]
+        rate = batcher._readers.completion_rate
+        rate._ends = deque((end - 3600.0 for end in rate._ends), 32)
+        held = [batcher.submit(make_request("b", 90)) for _ in range(8)]
         for stream in held:
             await anext(stream)
         with pytest.raises(Overloaded) as refused:
-            batcher.submit(ask("c"))
+            batcher.submit(make_request("c"))
         assert refused.value.retry_after == 1.0
         for stream in held:
             await stream.aclose()
@@ -396,36 +401,36 @@ def test_a_time_in_which_nobody_came_slows_no_pace() -> None:
     run(test, max_concurrent_requests=8)
 
 
-def test_closing_a_stream_cancels_it_wherever_it_is() -> None:
+def test_closing_a_stream_cancels_it_while_queued_prefilling_or_decoding() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        async with aclosing(batcher.submit(ask("runs", 90))) as running:
+        async with aclosing(batcher.submit(make_request("runs", 90))) as running:
             await anext(running)
             shards.gate.clear()
-            prefilling = asyncio.create_task(read(batcher, ask("p" * 100, 20)))
-            queued = asyncio.create_task(read(batcher, ask("q" * 100, 20)))
-            for _ in range(3):  # the gate lets the steps that are under way and the next one through
+            prefilling = asyncio.create_task(read(batcher, make_request("p" * 100, 20)))
+            queued = asyncio.create_task(read(batcher, make_request("q" * 100, 20)))
+            for _ in range(3):  # the gate lets the steps in flight and the next one through
                 shards.gate.set()
                 await asyncio.sleep(0.001)
                 shards.gate.clear()
             await asyncio.sleep(0.01)
-            assert value(batcher, "penstock_running") == 2
-            assert value(batcher, "penstock_waiting") == 1
+            assert metric_value(batcher, "penstock_running") == 2
+            assert metric_value(batcher, "penstock_waiting") == 1
             for task in (prefilling, queued):
                 task.cancel()
             await asyncio.wait([prefilling, queued])
-            assert value(batcher, "penstock_running") == 1
-            assert value(batcher, "penstock_waiting") == 0
+            assert metric_value(batcher, "penstock_running") == 1
+            assert metric_value(batcher, "penstock_waiting") == 0
             shards.gate.set()
             await anext(running)
-        await quiet(batcher, shards)
-        assert value(batcher, "penstock_client_disconnects_total") == 3
+        await until_idle(batcher, shards)
+        assert metric_value(batcher, "penstock_client_disconnects_total") == 3
 
     run(test, FakeShards(pages=64, page_size=4, seconds=0.001), max_batch_size=2)
 
 
-def test_a_thousand_random_cancels_leave_all_pages_free() -> None:
+def test_all_pages_are_free_after_a_thousand_random_cancels() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        choose, room = random.Random(2), asyncio.Semaphore(60)  # never all at once, however late they are
+        choose, room = random.Random(2), asyncio.Semaphore(60)  # bounds the requests at once, however late they are
 
         async def one(number: int) -> None:
             await asyncio.sleep(choose.random() / 2)
@@ -434,7 +439,7 @@ def test_a_thousand_random_cancels_leave_all_pages_free() -> None:
 
         async def visit(number: int) -> None:
             try:
-                async with aclosing(batcher.submit(ask("y" * choose.randint(1, 80), choose.randint(1, 40)))) as stream:
+                async with aclosing(batcher.submit(make_request("y" * choose.randint(1, 80), choose.randint(1, 40)))) as stream:
                     patience = choose.randint(0, 20)
                     async with asyncio.timeout(choose.random() / 50 if number % 2 else None):
                         async for _ in stream:
@@ -447,53 +452,55 @@ def test_a_thousand_random_cancels_leave_all_pages_free() -> None:
                 await asyncio.sleep(choose.random() / 50)
 
         await asyncio.gather(*(one(number) for number in range(1000)))
-        await quiet(batcher, shards)
-        assert value(batcher, "penstock_client_disconnects_total") > 100  # on a slow machine more are refused instead
+        await until_idle(batcher, shards)
+        assert (
+            metric_value(batcher, "penstock_client_disconnects_total") > 100
+        )  # on a slow machine more requests are refused instead
 
     run(test, max_concurrent_requests=50)
 
 
-def test_more_than_allowed_are_refused_until_one_ends() -> None:
+def test_requests_beyond_max_concurrent_requests_are_refused_until_one_ends() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        first, second = batcher.submit(ask("a", 90)), batcher.submit(ask("b", 3))
+        first, second = batcher.submit(make_request("a", 90)), batcher.submit(make_request("b", 3))
         await anext(first)
-        rest = asyncio.create_task(read(batcher, ask("c", 3)))
+        rest = asyncio.create_task(read(batcher, make_request("c", 3)))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="2 requests are in flight"):
-            batcher.submit(ask("d"))
+            batcher.submit(make_request("d"))
         with pytest.raises(Overloaded):
             await anext(second)
         await rest
-        assert len(await read(batcher, ask("d", 3))) == 5
+        assert len(await read(batcher, make_request("d", 3))) == 5
         await first.aclose()
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, max_concurrent_requests=2)
 
 
-def test_who_has_all_places_shuts_no_other_tenant_out() -> None:
+def test_tenant_that_uses_all_concurrent_requests_does_not_lock_out_another() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        greedy = [batcher.submit(ask("a", 90, tenant="many")) for _ in range(8)]
-        for stream in greedy:
+        streams = [batcher.submit(make_request("a", 90, tenant="many")) for _ in range(8)]
+        for stream in streams:
             await anext(stream)
         with pytest.raises(Overloaded, match="8 requests are in flight"):
-            batcher.submit(ask("a", tenant="many"))
-        assert len(await read(batcher, ask("b", 3, tenant="one"))) == 5
-        assert len(await read(batcher, ask("b", 3, tenant="one"))) == 5
-        held = batcher.submit(ask("b", 90, tenant="one"))
+            batcher.submit(make_request("a", tenant="many"))
+        assert len(await read(batcher, make_request("b", 3, tenant="one"))) == 5
+        assert len(await read(batcher, make_request("b", 3, tenant="one"))) == 5
+        held = batcher.submit(make_request("b", 90, tenant="one"))
         await anext(held)
         with pytest.raises(Overloaded, match="9 requests are in flight"):
-            batcher.submit(ask("b", tenant="one"))
-        for stream in (*greedy, held):
+            batcher.submit(make_request("b", tenant="one"))
+        for stream in (*streams, held):
             await stream.aclose()
         assert not batcher.readers
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, max_concurrent_requests=8)
 
 
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
-    """Streams from now on."""
+def record_streams(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
+    """Returns a list to which each stream record_streams from now on is added."""
     streams: list[Stream] = []
     begin = Batcher.open
 
@@ -506,11 +513,11 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     return streams
 
 
-def test_no_alarm_keeps_a_stream_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = opened(monkeypatch)
+def test_timeout_alarm_is_cancelled_when_the_stream_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = record_streams(monkeypatch)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        await read(batcher, ask("a", 3, timeout=1000.0))
+        await read(batcher, make_request("a", 3, timeout=1000.0))
         assert streams[0].alarm is not None
         assert streams[0].alarm.cancelled()
 
@@ -527,58 +534,58 @@ def test_no_alarm_keeps_a_stream_that_has_ended(monkeypatch: pytest.MonkeyPatch)
         (Priority.INTERACTIVE, 4.0, 0.0),
     ],
 )
-def test_who_has_little_time_is_set_back_by_no_more_than_half_of_it(
+def test_priority_delay_is_at_most_half_of_the_requests_timeout(
     monkeypatch: pytest.MonkeyPatch, priority: Priority, timeout: float, delay: float
 ) -> None:
-    streams = opened(monkeypatch)
+    streams = record_streams(monkeypatch)
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        asked = batcher.submit(ask("a", 3, priority=priority, timeout=timeout))
-        await anext(asked)
+        stream = batcher.submit(make_request("a", 3, priority=priority, timeout=timeout))
+        await anext(stream)
         assert streams[0].rank - streams[0].arrived == pytest.approx(delay)
-        await asked.aclose()
+        await stream.aclose()
 
     run(test)
 
 
-def test_the_first_token_of_a_request_is_counted_once() -> None:
+def test_time_to_first_token_is_observed_once_per_request_with_several_choices() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        await read(batcher, ask("a", 4, choices=3))
-        assert value(batcher, "penstock_time_to_first_token_seconds_count") == 1
+        await read(batcher, make_request("a", 4, choices=3))
+        assert metric_value(batcher, "penstock_time_to_first_token_seconds_count") == 1
 
     run(test)
 
 
-def test_a_group_that_fails_fails_alone() -> None:
+def test_group_that_fails_on_the_shards_fails_alone() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.fail = {2: "not finite"}
-        assert str(await failing_alone(batcher, shards, ask("b"))) == "not finite"
+        assert str(await failing_alone(batcher, shards, make_request("b"))) == "not finite"
         assert not any(command.HasField("filter") for command in shards.commands), "the shards have dropped it themselves"
 
     run(test)
 
 
 async def failing_alone(batcher: Batcher, shards: FakeShards, request: Request) -> Broken:
-    """How the second of three requests fails, while the others don't notice."""
-    asked = ask("a"), request, ask("c")
-    good, bad, other = await asyncio.gather(*(read(batcher, one) for one in asked), return_exceptions=True)
+    """Serves `request` between two others, and checks that it fails and these succeed. Returns its error."""
+    requests = make_request("a"), request, make_request("c")
+    good, bad, other = await asyncio.gather(*(read(batcher, one) for one in requests), return_exceptions=True)
     assert isinstance(bad, Broken)
     assert isinstance(good, list)
     assert isinstance(other, list)
     assert len(good) == len(other) == 7
-    await quiet(batcher, shards)
+    await until_idle(batcher, shards)
     assert batcher.ready
     return bad
 
 
-def test_a_stream_that_fails_leaves_no_rubbish() -> None:
-    """Images may be large."""
+def test_failed_stream_leaves_no_reference_cycle_that_holds_its_images() -> None:
+    """Images may be large, and must not wait for the garbage collector."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         async def fail() -> "weakref.ref[Image]":
             image = Image(start=0, rows=1, columns=1, pixels=b"abc", shape=(1, 3, 1, 1))
             try:
-                await read(batcher, ask("a", images=(image,)))
+                await read(batcher, make_request("a", images=(image,)))
             except Broken:
                 return weakref.ref(image)
             raise AssertionError
@@ -587,7 +594,7 @@ def test_a_stream_that_fails_leaves_no_rubbish() -> None:
         gc.disable()
         try:
             image = await fail()
-            await quiet(batcher, shards)
+            await until_idle(batcher, shards)
             assert image() is None
         finally:
             gc.enable()
@@ -595,19 +602,19 @@ def test_a_stream_that_fails_leaves_no_rubbish() -> None:
     run(test)
 
 
-def test_a_request_that_cannot_be_said_fails_alone() -> None:
-    """Its value should have been refused."""
+def test_request_that_cannot_be_encoded_as_a_message_fails_alone() -> None:
+    """Validation should have refused the value."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        await failing_alone(batcher, shards, ask("b", min_new_tokens=1 << 32))
+        await failing_alone(batcher, shards, make_request("b", min_new_tokens=1 << 32))
 
     run(test)
 
 
-def test_when_the_shards_break_while_it_drains_every_stream_is_told_and_the_batcher_ends() -> None:
+def test_shards_lost_during_the_drain_fail_every_stream_and_end_the_batcher() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.break_at = 4
-        reading = [asyncio.create_task(read(batcher, ask(text))) for text in ("a", "b")]
+        reading = [asyncio.create_task(read(batcher, make_request(text))) for text in ("a", "b")]
         await asyncio.sleep(0)
         await batcher.drain(30)
         ends = await asyncio.gather(*reading, return_exceptions=True)
@@ -617,14 +624,14 @@ def test_when_the_shards_break_while_it_drains_every_stream_is_told_and_the_batc
         assert not batcher.ready
         assert batcher.stage == "shard rank 0 has ended"
         with pytest.raises(NotReady):
-            batcher.submit(ask("c", arrived=1e-9))  # whose head came before
+            batcher.submit(make_request("c", arrived=1e-9))  # its headers arrived before the drain
 
     run(test)
 
 
-def test_it_is_the_same_failure_when_the_shards_broke_just_before_it_drains() -> None:
+def test_shards_lost_just_before_the_drain_fail_every_stream_the_same_way() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        reading = [asyncio.create_task(read(batcher, ask(text, 200))) for text in ("a", "b")]
+        reading = [asyncio.create_task(read(batcher, make_request(text, 200))) for text in ("a", "b")]
         await asyncio.sleep(0.01)
         shards.break_at = 1
         shards.die()
@@ -633,19 +640,19 @@ def test_it_is_the_same_failure_when_the_shards_broke_just_before_it_drains() ->
         await batcher.drain(30)
         ends = await asyncio.gather(*reading, return_exceptions=True)
         assert [(type(end), str(end)) for end in ends] == [(NotReady, "the server shuts down, and shard rank 0 has ended")] * 2
-        assert value(batcher, 'tgi_request_failure{err="unavailable"}') == 2
+        assert metric_value(batcher, 'tgi_request_failure{err="unavailable"}') == 2
 
     run(test)
 
 
-def test_nothing_is_taken_before_the_start() -> None:
+def test_requests_are_refused_before_the_start() -> None:
     async def main() -> None:
         shards = FakeShards()
         batcher = Batcher(config(), ByteTokenizer(), shards, Metrics())
         assert (batcher.ready, batcher.limits, batcher.stage) == (False, None, "waiting")
         with pytest.raises(NotReady, match="waiting"):
-            batcher.submit(ask("a"))
-        shards.stage = "ready"  # by a router before this one
+            batcher.submit(make_request("a"))
+        shards.stage = "ready"  # warmed up by a previous router
         assert (batcher.ready, batcher.stage) == (False, "taking over shards that are ready")
         await batcher.start()
         assert (batcher.ready, batcher.stage) == (True, "ready")
@@ -658,15 +665,15 @@ def test_nothing_is_taken_before_the_start() -> None:
     asyncio.run(main())
 
 
-def test_draining_lets_streams_end_and_takes_no_more() -> None:
+def test_drain_lets_streams_finish_and_refuses_new_requests() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        running = asyncio.create_task(read(batcher, ask("a", 20)))
+        running = asyncio.create_task(read(batcher, make_request("a", 20)))
         await asyncio.sleep(0.01)
         drain = asyncio.create_task(batcher.drain(30))
         await asyncio.sleep(0)
         assert (batcher.ready, batcher.stage) == (False, "shutting down")
         with pytest.raises(NotReady, match="shutting down"):
-            batcher.submit(ask("b"))
+            batcher.submit(make_request("b"))
         await drain
         assert running.done()
         assert len(running.result()) == 22
@@ -674,8 +681,8 @@ def test_draining_lets_streams_end_and_takes_no_more() -> None:
     run(test, FakeShards(seconds=0.002))
 
 
-def test_draining_takes_what_came_before_and_waits_for_it() -> None:
-    """It may still be on its way through validation."""
+def test_drain_accepts_and_finishes_requests_that_arrived_before_it() -> None:
+    """Such a request may still be in validation."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         before, answered = monotonic(), asyncio.Event()
@@ -685,31 +692,31 @@ def test_draining_takes_what_came_before_and_waits_for_it() -> None:
         assert not drain.done()
         for came in (0.0, monotonic()):
             with pytest.raises(NotReady, match="shutting down"):
-                batcher.submit(ask("b", arrived=came))
-        running = asyncio.create_task(read(batcher, ask("a", 20, arrived=before)))
+                batcher.submit(make_request("b", arrived=came))
+        running = asyncio.create_task(read(batcher, make_request("a", 20, arrived=before)))
         await asyncio.sleep(0.001)
         answered.set()
         await drain
         assert running.done()
         assert len(running.result()) == 22
         with pytest.raises(NotReady, match="shutting down"):
-            batcher.submit(ask("b", arrived=before))
+            batcher.submit(make_request("b", arrived=before))
 
     run(test, FakeShards(seconds=0.002))
 
 
-def test_what_does_not_become_valid_in_time_is_not_waited_for_and_refused() -> None:
+def test_drain_timeout_refuses_requests_whose_validation_takes_longer() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         before = monotonic()
         await asyncio.sleep(0.001)
         await batcher.drain(0.02, asyncio.Event())
         with pytest.raises(NotReady, match="shutting down"):
-            batcher.submit(ask("b", arrived=before))
+            batcher.submit(make_request("b", arrived=before))
 
     run(test)
 
 
-def test_who_came_before_draining_does_not_wait_for_shards_that_nobody_starts() -> None:
+def test_drain_without_shards_refuses_requests_that_arrived_before_it() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         before, answered = monotonic(), asyncio.Event()
         shards.break_at = 1
@@ -718,16 +725,16 @@ def test_who_came_before_draining_does_not_wait_for_shards_that_nobody_starts() 
         drain = asyncio.create_task(batcher.drain(30, answered))
         await asyncio.sleep(0)
         with pytest.raises(NotReady, match="shutting down"):
-            batcher.submit(ask("b", arrived=before))
+            batcher.submit(make_request("b", arrived=before))
         answered.set()
         await drain
 
     run(test)
 
 
-def test_draining_waits_for_the_last() -> None:
+def test_drain_waits_for_the_longest_stream() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        reading = [asyncio.create_task(read(batcher, ask("a", most))) for most in (3, 40)]
+        reading = [asyncio.create_task(read(batcher, make_request("a", most))) for most in (3, 40)]
         await asyncio.sleep(0)
         await batcher.drain(30)
         assert [task.done() for task in reading] == [True, True]
@@ -736,31 +743,31 @@ def test_draining_waits_for_the_last() -> None:
     run(test, FakeShards(seconds=0.001))
 
 
-def test_who_is_cut_is_counted_once() -> None:
-    """Who turns its failure into a status counts those that nobody has counted."""
+def test_stream_cut_by_the_drain_is_counted_once_as_a_failure() -> None:
+    """The code that turns failures into HTTP statuses counts those not marked as counted."""
 
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         shards.gate.clear()
-        running = asyncio.create_task(read(batcher, ask("a", 200)))
+        running = asyncio.create_task(read(batcher, make_request("a", 200)))
         await asyncio.sleep(0)
         await batcher.drain(0)
         with pytest.raises(NotReady) as cut:
             await running
         assert cut.value.counted
-        assert value(batcher, 'tgi_request_failure{err="unavailable"}') == 1
+        assert metric_value(batcher, 'tgi_request_failure{err="unavailable"}') == 1
 
     run(test)
 
 
-def test_draining_cuts_what_lasts_longer() -> None:
+def test_drain_timeout_cuts_streams_that_last_longer() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
-        running = asyncio.create_task(read(batcher, ask("a", 200)))
-        waiting = asyncio.create_task(read(batcher, ask("b", 200)))
+        running = asyncio.create_task(read(batcher, make_request("a", 200)))
+        waiting = asyncio.create_task(read(batcher, make_request("b", 200)))
         await asyncio.sleep(0.01)
         await batcher.drain(0.02)
         for task in (running, waiting):
             with pytest.raises(NotReady, match="shut down"):
                 await task
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
 
     run(test, FakeShards(seconds=0.002))

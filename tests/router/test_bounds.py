@@ -1,4 +1,4 @@
-"""What may run at once, by what the operator asks and the shards promise."""
+"""Limits of requests and of the scheduler, from the options and from what the shards report."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from penstock.tests.router.fakes import FakeShards
 from penstock.tests.router.harness import config, run
 
 
-def test_warm_up_covers_the_largest_step() -> None:
+def test_warmup_requests_the_largest_step() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         expected = shard_pb2.WarmupRequest(max_step_tokens=16, max_step_rows=8, max_total_tokens=100, max_sequences=8)
         assert shards.warmup == expected
@@ -27,13 +27,13 @@ def test_warm_up_covers_the_largest_step() -> None:
     ("changes", "expected"),
     [({}, 128), ({"max_concurrent_requests": 4}, 16), ({"max_concurrent_requests": 5000}, 1024), ({"max_batch_size": 2}, 2)],
 )
-def test_as_many_sequences_run_as_requests_are_taken_unless_the_operator_says(changes: dict[str, int], expected: int) -> None:
+def test_max_sequences_follow_concurrent_requests_unless_max_batch_size_is_set(changes: dict[str, int], expected: int) -> None:
     info = shard_pb2.InfoReply(max_positions=1024)
     _, bounds = bounds_of(config(**changes), info, shard_pb2.WarmupReply(pages=100, page_size=16))
     assert bounds.sequences == expected
 
 
-def test_the_policy_is_the_operators() -> None:
+def test_prefill_policy_follows_the_options() -> None:
     bounds = Bounds(pages=1, page_size=1, step_tokens=64, sequences=1)
     warm = shard_pb2.WarmupReply(sample_tokens=10, sample_seconds=1.0)
     mixed = policy_of(config(itl_target=0.3), bounds, warm)
@@ -54,7 +54,7 @@ def test_the_policy_is_the_operators() -> None:
         ({"max_total_tokens": 1}, "no request fits"),
     ],
 )
-def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], expected: tuple[int, int] | str) -> None:
+def test_token_limits_fit_the_models_positions_or_are_refused(changes: dict[str, int], expected: tuple[int, int] | str) -> None:
     info = shard_pb2.InfoReply(max_positions=1024, vocabulary=99)
     warm = shard_pb2.WarmupReply(pages=100, page_size=16)
     if isinstance(expected, str):
@@ -68,8 +68,8 @@ def test_settings_fit_model_and_memory_or_are_refused(changes: dict[str, int], e
         assert (limits.vocabulary, bounds.pages, bounds.page_size, bounds.step_tokens) == (99, 100, 16, 16)
 
 
-def test_shards_without_an_adapter_are_refused() -> None:
-    """Such as somebody else has started: each request by it would fail."""
+def test_shards_that_lack_a_configured_adapter_are_refused() -> None:
+    """For example shards that were started by hand: each request with that adapter would fail."""
     info = shard_pb2.InfoReply(max_positions=1024, vocabulary=99, adapters=["one", "another"])
     warm = shard_pb2.WarmupReply(pages=100, page_size=16)
     bounds_of(config(adapters=("one",)), info, warm)
@@ -77,29 +77,28 @@ def test_shards_without_an_adapter_are_refused() -> None:
         bounds_of(config(adapters=("one", "two", "three")), info, warm)
 
 
-def test_shards_that_promise_less_than_was_asked_for_are_refused() -> None:
+def test_shards_without_batch_invariance_are_refused_if_it_is_required() -> None:
     warm = shard_pb2.WarmupReply(pages=100, page_size=16)
     with pytest.raises(Misconfigured, match="the shards don't keep what --batch-invariant promises"):
         bounds_of(config(batch_invariant=True), shard_pb2.InfoReply(max_positions=1024), warm)
     bounds_of(config(batch_invariant=True), shard_pb2.InfoReply(max_positions=1024, batch_invariant=True), warm)
 
 
-def test_how_many_full_requests_fit_at_once() -> None:
-    """By pages, by number."""
+def test_full_requests_that_fit_at_once_are_limited_by_pages_and_sequences() -> None:
     bounds = Bounds(pages=100, page_size=16, step_tokens=16, sequences=20)
     assert [bounds.together(tokens) for tokens in (17, 100, 33, 1000)] == [20, 14, 20, 1]
     assert replace(bounds, pages=10).together(33) == 3
 
 
-def test_shards_may_have_room_for_fewer_sequences() -> None:
+def test_shards_may_report_fewer_sequences_than_max_batch_size() -> None:
     info = shard_pb2.InfoReply(max_positions=1024)
-    for told, expected in ((0, 20), (7, 7), (30, 20)):
-        warm = shard_pb2.WarmupReply(pages=100, page_size=16, sequences=told)
+    for reported, expected in ((0, 20), (7, 7), (30, 20)):
+        warm = shard_pb2.WarmupReply(pages=100, page_size=16, sequences=reported)
         limits, bounds = bounds_of(config(max_batch_size=20), info, warm)
         assert limits.sequences == bounds.sequences == expected
 
 
-def test_a_small_pool_bounds_what_a_request_may_ask() -> None:
+def test_small_page_pool_limits_max_total_tokens() -> None:
     info = shard_pb2.InfoReply(max_positions=1024)
     limits, bounds = bounds_of(config(), info, shard_pb2.WarmupReply(pages=3, page_size=16))
     assert limits.max_total_tokens == 48

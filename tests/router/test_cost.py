@@ -1,4 +1,5 @@
-"""The model of what a step costs: it finds a machine's numbers, forgets what has changed, and starts careful."""
+"""`Cost`, the model of a step's time: fitted to steps of a simulated machine with known coefficients, it predicts other steps,
+adapts when the machine changes, and is conservative before it has learned."""
 
 import random
 
@@ -8,12 +9,12 @@ from penstock.router.cost import Cost, Work, nonnegative, solve
 
 
 def seconds(work: Work) -> float:
-    """A machine: 2 ms a step, 0.1 ms a token, 1 ms per 10,000 keys seen and per 5,000 read, 0.05 ms a row."""
+    """The simulated machine: 2 ms a step, 0.1 ms a token, 1 ms per 10,000 keys seen and per 5,000 read, 0.05 ms a row."""
     return 0.002 + work.tokens * 1e-4 + work.seen * 1e-7 + work.read * 2e-7 + work.rows * 5e-5
 
 
 def step(chance: random.Random) -> tuple[Work, bool]:
-    """One with or without prompts."""
+    """A random step with or without prompts; returns also whether it has any."""
     decodes = chance.randint(0, 32)
     prompt = chance.choice((0, chance.randint(1, 512))) if decodes else chance.randint(1, 512)
     context = chance.randint(0, 2000)
@@ -25,7 +26,7 @@ def decode(sequences: int, context: int) -> Work:
     return Work(tokens=sequences, read=sequences * context, rows=sequences)
 
 
-def taught(steps: int, noise: float = 0.0, slower: float = 1.0, cost: Cost | None = None) -> Cost:
+def fitted(steps: int, noise: float = 0.0, slower: float = 1.0, cost: Cost | None = None) -> Cost:
     cost = cost or Cost(64, 0.05)
     chance = random.Random(steps)
     for _ in range(steps):
@@ -35,30 +36,30 @@ def taught(steps: int, noise: float = 0.0, slower: float = 1.0, cost: Cost | Non
 
 
 @pytest.mark.parametrize(("noise", "error"), [(0.0, 0.01), (0.3, 0.25)])
-def test_it_predicts_steps_that_it_has_not_seen(noise: float, error: float) -> None:
-    cost = taught(300, noise)
+def test_predictions_for_steps_not_learned_match_the_machine(noise: float, error: float) -> None:
+    cost = fitted(300, noise)
     chance = random.Random(7)
     for _ in range(50):
         work, _ = step(chance)
         assert cost.predict(work) == pytest.approx(seconds(work), rel=error)
 
 
-def test_a_machine_that_becomes_slower_is_noticed() -> None:
-    cost = taught(600, slower=3.0, cost=taught(300))
+def test_predictions_follow_a_machine_that_becomes_slower() -> None:
+    cost = fitted(600, slower=3.0, cost=fitted(300))
     work = Work(100, 10_000, 3_000, 10)
     assert cost.predict(work) == pytest.approx(3 * seconds(work), rel=0.05)
 
 
-def test_plain_decoding_does_not_wash_out_what_prompts_cost() -> None:
-    cost = taught(300)
+def test_cost_of_prompts_is_kept_during_long_decoding() -> None:
+    cost = fitted(300)
     for _ in range(20_000):
         cost.observe(decode(8, 500), seconds(decode(8, 500)), prompts=False)
     work = Work(300, 100_000, 5_000, 9)
     assert cost.predict(work) == pytest.approx(seconds(work), rel=0.05)
 
 
-def test_one_long_prompt_after_the_other_does_not_make_its_beginning_seem_cheap() -> None:
-    """All that is ever seen are steps of about the same time: few tokens far in, many at the beginning."""
+def test_tokens_at_the_start_of_a_prompt_do_not_seem_cheap_after_many_long_prompts() -> None:
+    """All measured steps take about the same time: few tokens late in the prompt, many at its beginning."""
     cost = Cost(64, 0.02)
     for _ in range(20):
         position = 0
@@ -73,23 +74,23 @@ def test_one_long_prompt_after_the_other_does_not_make_its_beginning_seem_cheap(
     assert cost.tokens_within(0.02, 0) == pytest.approx(160, rel=0.2)
 
 
-def test_before_anything_was_measured_a_token_costs_what_the_sample_took() -> None:
+def test_before_any_measurement_a_token_costs_its_share_of_the_sample_step() -> None:
     cost = Cost(64, 0.64)
     assert cost.predict(Work(10)) == pytest.approx(0.1, rel=0.01)
     assert cost.tokens_within(0.1, 0) in (9, 10)
     assert Cost().tokens_within(0.05, 0) > 0
 
 
-def test_a_sample_that_took_no_time_says_nothing() -> None:
-    """A clock may be too coarse for it."""
+def test_sample_step_of_zero_seconds_is_ignored() -> None:
+    """The clock may be too coarse for it."""
     assert Cost(64, 0.0).predict(Work(10)) == pytest.approx(Cost().predict(Work(10)))
 
 
-def test_slopes_are_of_a_token_that_is_sampled_and_of_keys() -> None:
-    assert taught(300).slopes == pytest.approx((1.5e-4, 1e-7, 2e-7), rel=0.05)
+def test_slopes_are_those_of_a_sampled_token_and_of_keys_seen_and_read() -> None:
+    assert fitted(300).slopes == pytest.approx((1.5e-4, 1e-7, 2e-7), rel=0.05)
 
 
-def test_it_stays_careful_while_it_has_seen_decodes_only() -> None:
+def test_cost_of_prompts_stays_conservative_while_only_decodes_are_measured() -> None:
     cost = Cost(64, 0.64)  # 10 ms a token
     for _ in range(100):
         cost.observe(decode(4, 100), 0.050, prompts=False)
@@ -99,8 +100,8 @@ def test_it_stays_careful_while_it_has_seen_decodes_only() -> None:
 
 @pytest.mark.parametrize("position", [0, 100, 5000])
 @pytest.mark.parametrize("time", [0.002, 0.05, 1.0])
-def test_as_many_tokens_fit_into_a_time_as_are_predicted_to_fill_it(position: int, time: float) -> None:
-    cost = taught(300)
+def test_tokens_within_is_the_inverse_of_predict(position: int, time: float) -> None:
+    cost = fitted(300)
     count = cost.tokens_within(time, position)
 
     def longer(tokens: int) -> float:
@@ -111,7 +112,7 @@ def test_as_many_tokens_fit_into_a_time_as_are_predicted_to_fill_it(position: in
     assert longer(count + 2) > time
 
 
-def test_nothing_costs_less_than_nothing() -> None:
+def test_nonnegative_solution_has_no_negative_coefficient() -> None:
     chance = random.Random(1)
     for _ in range(200):
         vectors = [[chance.uniform(0, 1) for _ in range(4)] for _ in range(6)]
@@ -120,8 +121,8 @@ def test_nothing_costs_less_than_nothing() -> None:
         assert min(nonnegative(squares, sums)) >= 0
 
 
-def test_no_step_is_for_nothing() -> None:
-    """Not even where prompts alone were seen, whose arithmetic explains all: a step that decodes is asked about next."""
+def test_predicted_time_of_a_decode_is_positive_after_prompts_only() -> None:
+    """Not even if only prompts were measured, whose arithmetic explains all of the time, and the next step is a decode."""
     for seed in range(300):
         chance = random.Random(seed)
         cost = Cost(64, chance.uniform(1e-3, 0.2))
@@ -132,13 +133,14 @@ def test_no_step_is_for_nothing() -> None:
         assert cost.predict(decode(1, 10)) > 1e-6
 
 
-def test_equations_are_solved() -> None:
+def test_solve_solves_linear_equations() -> None:
     assert solve([[4.0, 1.0], [1.0, 3.0]], [1.0, 2.0]) == pytest.approx([1 / 11, 7 / 11])
 
 
-def test_what_a_step_takes_more_because_there_are_prompts_is_no_price_of_their_tokens() -> None:
-    """Else few tokens seem dear, and so remain few: a step in which they are one takes 4 ms more here than one without."""
-    cost = taught(300)
+def test_fixed_cost_of_steps_with_prompts_is_not_attributed_to_their_tokens() -> None:
+    """Otherwise few tokens would seem expensive, and so remain few: a step with one prompt token takes 4 ms more here than one
+    without."""
+    cost = fitted(300)
     for count in [0, 1] * 100:
         work = Work(4 + count, 300.0 * count, 1_200 + 300 * count, 4)
         cost.observe(work, seconds(work) + 0.004 * count, prompts=count > 0)
@@ -147,8 +149,8 @@ def test_what_a_step_takes_more_because_there_are_prompts_is_no_price_of_their_t
 
 
 @pytest.mark.parametrize("slower", [10, 1_000, 100_000])
-def test_a_first_idea_that_was_much_too_slow_is_forgotten(slower: float) -> None:
-    """The measured step has compiled, or its process was suspended. Each step takes as many tokens as seem to fit."""
+def test_much_too_slow_sample_step_is_forgotten(slower: float) -> None:
+    """The sample step included compilation, or its process was suspended. Each later step has as many tokens as seem to fit."""
     cost, position = Cost(64, slower * seconds(Work(64))), 0
     for _ in range(40):
         count = max(1, min(512, cost.tokens_within(0.03, position)))
@@ -158,7 +160,7 @@ def test_a_first_idea_that_was_much_too_slow_is_forgotten(slower: float) -> None
     assert cost.tokens_within(0.03, 0) > 150, "264 do"
 
 
-def test_a_machine_on_which_tokens_cost_nothing_takes_any_number_of_them() -> None:
+def test_tokens_within_is_large_if_tokens_cost_nothing() -> None:
     cost = Cost(64, 0.064)
     for tokens in range(1, 400):
         cost.observe(Work(tokens), 0.01, prompts=tokens % 2 > 0)
@@ -167,24 +169,24 @@ def test_a_machine_on_which_tokens_cost_nothing_takes_any_number_of_them() -> No
 
 @pytest.mark.parametrize("prompts", [False, True])
 @pytest.mark.parametrize("share", [0.0001, 0.01, 0.3])
-def test_a_step_that_seems_to_have_taken_no_time_says_little(prompts: bool, share: float) -> None:
-    """The end of the one before it was noticed late: a process that was suspended counts its own time for that."""
-    cost = taught(300)
+def test_step_measured_much_too_short_hardly_changes_predictions(prompts: bool, share: float) -> None:
+    """The end of the step before it was noticed late: a suspended process adds its own time to that step."""
+    cost = fitted(300)
     work = Work(304, 45_000, 1_500, 5, prompts=True) if prompts else decode(4, 300)
     cost.observe(work, 30.0, prompts)
     cost.observe(work, share * seconds(work), prompts)
     assert cost.predict(work) == pytest.approx(seconds(work), rel=0.5)
-    assert cost.tokens_within(0.03, 0) < 2 * taught(300).tokens_within(0.03, 0)
+    assert cost.tokens_within(0.03, 0) < 2 * fitted(300).tokens_within(0.03, 0)
 
 
-def test_also_after_hours_in_which_nobody_has_asked() -> None:
+def test_step_measured_much_too_short_has_little_weight_without_earlier_predictions() -> None:
     cost = Cost(64, 0.05)
     for tiny in [False] * 100 + [True]:
         cost.observe(decode(4, 300), 1e-6 if tiny else seconds(decode(4, 300)), prompts=False)
     assert cost.predict(decode(4, 300)) == pytest.approx(seconds(decode(4, 300)), rel=0.5)
 
 
-def test_a_machine_that_becomes_much_faster_is_noticed() -> None:
-    cost = taught(100, slower=0.2, cost=taught(300))
+def test_predictions_follow_a_machine_that_becomes_much_faster() -> None:
+    cost = fitted(100, slower=0.2, cost=fitted(300))
     work = Work(100, 10_000, 3_000, 10)
     assert cost.predict(work) == pytest.approx(0.2 * seconds(work), rel=0.05)

@@ -1,4 +1,4 @@
-"""EBNF becomes Lark: what it allows is what its rules say, and what can't be read is named with its line."""
+"""Translation of EBNF (GBNF) to Lark: it allows what the rules say, compared with `re`, and errors name the line."""
 
 import random
 import re
@@ -25,7 +25,7 @@ condition ::= column "= " number
 
 number ::= "1 " | "2 "
 """
-CAPITALS = """root ::= city | description
+CAPITAL_CITIES = """root ::= city | description
 city ::= "London" | "Paris"
 description ::= city " is " status
 status ::= "the capital of " country
@@ -72,28 +72,28 @@ ws    ::= [ \\t\\n]*
 
 
 @lru_cache(maxsize=64)
-def prepared(grammar: str) -> str:
+def compiled(grammar: str) -> str:
     source = of_lark(ebnf.lark(grammar))
     assert problem(source) == ""
     return llguidance.LLMatcher.grammar_from_lark(source.source)
 
 
 def allows(grammar: str, text: str) -> bool:
-    """Byte by byte, to an end."""
-    matcher = llguidance.LLMatcher(_byte_tokenizer(()), prepared(grammar), log_level=0, limits=limits())
+    """Whether the grammar allows the whole text, byte by byte."""
+    matcher = llguidance.LLMatcher(_byte_tokenizer(()), compiled(grammar), log_level=0, limits=limits())
     data = text.encode()
     return matcher.validate_tokens([*data, BYTES]) == len(data) + 1
 
 
 @pytest.mark.parametrize(
-    ("grammar", "right", "wrong"),
+    ("grammar", "valid", "invalid"),
     [
         (
             SQL,
             ["SELECT col_1  from table_2  where col_2 = 1 "],
             ["", "SELECT col_1  from table_3 ", "SELECT col_1  from table_2  where col_2 = 3 "],
         ),
-        (CAPITALS, ["London", "Paris is the capital of England"], ["London is", "Rome", "LondonParis"]),
+        (CAPITAL_CITIES, ["London", "Paris is the capital of England"], ["London is", "Rome", "LondonParis"]),
         (
             JSON,
             ["{}", '{ "a": [1, -2.5e+3, true, null, {"b": "\\u00e9\\n é"}]}', '{"a":\n  {"b":[ ]} }'],
@@ -102,7 +102,7 @@ def allows(grammar: str, text: str) -> bool:
         (RECURSIVE, ["[]", '[ "a\\"b" , {"x" :0}, -1.5 ]', '{"": ["é"]}'], ["", '"a"', "[01]", '["\\x"]', "[,]"]),
         (ARITHMETIC, ["a=1\n", "( a +b2) *3 = c \n(1)=x\n"], ["a=", "a=1", "a+=1\n", "a+ b=1\n", "A=1\n"]),
         ('root ::= "a" | "b" root\n', ["a", "bba"], ["", "ab"]),
-        ('root ::= "a"\n  | "b"\n\n  "c"', ["a", "bc"], ["b"]),  # a rule ends where another begins
+        ('root ::= "a"\n  | "b"\n\n  "c"', ["a", "bc"], ["b"]),  # a rule ends where the next begins
         ('# first\nroot ::= fooBar foo-bar foo_bar # "\nfooBar ::= "1"\nfoo-bar::="2"\nfoo_bar ::= "3"', ["123"], ["321"]),
         ('root ::= start | START\nstart ::= "y" start?\nSTART ::= "z"', ["y", "yyy", "z"], ["yz"]),
         ('root ::= größe\ngröße ::= "ü"', ["ü"], ["u"]),
@@ -117,23 +117,23 @@ def allows(grammar: str, text: str) -> bool:
         ('root ::= "" | ( | "x")+ "y"?', ["", "x", "xxy", "y"], ["yx"]),
         ('root ::= "a" |', ["a", ""], ["b"]),
         ('root ::= "%json {}" | "/" "//" "#"', ["%json {}", "///#"], ["{}"]),
-        ('root ::= x "."\nx ::= [a-z.]+', ["a.", "a.b.c..", ".."], [".", "a"]),  # no word takes what the others need
+        ('root ::= x "."\nx ::= [a-z.]+', ["a.", "a.b.c..", ".."], [".", "a"]),  # no terminal takes what the following ones need
         ('root ::= "true" | [a-z]+', ["true", "tr", "trx", "truex"], ["", "t1"]),
-        # `ws` can be no word where another one follows, so what has it within is none either
+        # `ws` can't be a terminal where another one follows, nor can a rule that contains it
         ('root ::= "(" ws ws root ")" | end\nend ::= "." ws ";"\nws ::= " "*', [".;", "(  .  ;)", "((. ;))"], ["(.)", ". "]),
         ('unused ::= unused "x"\nroot ::= "a"', ["a"], ["x"]),
     ],
 )
-def test_what_is_allowed(grammar: str, right: list[str], wrong: list[str]) -> None:
+def test_grammar_allows_valid_texts_and_no_others(grammar: str, valid: list[str], invalid: list[str]) -> None:
     assert ebnf.is_ebnf(grammar)
-    for text in right:
+    for text in valid:
         assert allows(grammar, text), text
-    for text in wrong:
+    for text in invalid:
         assert not allows(grammar, text), text
 
 
-class Made:
-    """A grammar that doesn't lead to itself, with the pattern of the same meaning."""
+class RandomGrammar:
+    """A random grammar without recursion, with the regular expression of the same meaning."""
 
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
@@ -174,20 +174,20 @@ class Made:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_grammars_without_recursion_are_their_patterns(seed: int) -> None:
-    made = Made(seed)
-    draw = random.Random(seed)
-    source = of_lark(ebnf.lark(made.text))
+def test_random_grammar_without_recursion_matches_its_regular_expression(seed: int) -> None:
+    random_grammar = RandomGrammar(seed)
+    rng = random.Random(seed)
+    source = of_lark(ebnf.lark(random_grammar.text))
     if problem(source):
-        assert not re.fullmatch(made.pattern, ""), made.text
+        assert not re.fullmatch(random_grammar.pattern, ""), random_grammar.text
         return
     for _ in range(60):
-        text = "".join(draw.choices("abc", k=draw.randint(0, 5)))
-        assert allows(made.text, text) == bool(re.fullmatch(made.pattern, text)), (made.text, text)
+        text = "".join(rng.choices("abc", k=rng.randint(0, 5)))
+        assert allows(random_grammar.text, text) == bool(re.fullmatch(random_grammar.pattern, text)), (random_grammar.text, text)
 
 
 @pytest.mark.parametrize(
-    ("grammar", "said"),
+    ("grammar", "message"),
     [
         ("", "there is no rule root, by which an answer begins"),
         ('Root ::= "a"', "there is no rule root"),
@@ -217,13 +217,13 @@ def test_grammars_without_recursion_are_their_patterns(seed: int) -> None:
         (r'root ::= "\U00110000"', r"line 1: \U00110000 is no character"),
     ],
 )
-def test_what_can_not_be_read_is_named_with_its_line(grammar: str, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_syntax_error_names_its_line(grammar: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         ebnf.lark(grammar)
 
 
 @pytest.mark.parametrize(
     "text", ['start: "::="', 'start: "a"\n// root ::= x', '%llguidance {}\nstart: x\nx: "b ::= c"', "start: /[a-z] ::= /", ""]
 )
-def test_lark_is_none(text: str) -> None:
+def test_lark_grammar_is_not_taken_for_ebnf(text: str) -> None:
     assert not ebnf.is_ebnf(text)

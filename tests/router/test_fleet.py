@@ -1,4 +1,5 @@
-"""Several replicas behind one door: whatever dies, joins or leaves, every stream has the tokens that it would have had."""
+"""`Fleet` with several replicas on fake shards: whatever replicas die, join, drain or leave, each stream gets the same items as on
+one undisturbed replica."""
 
 import asyncio
 import re
@@ -18,15 +19,15 @@ from penstock.router.replica import Conflict, Unknown
 from penstock.router.request import Broken, Image, Item, NotReady, Overloaded, Prompt, Request, Token
 from penstock.router.steps import Steps
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards, letter
-from penstock.tests.router.harness import answer, ask, config
-from penstock.tests.router.test_recovery import told
+from penstock.tests.router.harness import config, expected_text, make_request
+from penstock.tests.router.test_recovery import deterministic_parts
 
 Test = Callable[["Fleet", "Shards"], Awaitable[None]]
 Shards = dict[str, FakeShards]
 
 
 def run(test: Test, count: int = 3, *, make: Callable[[], FakeShards] = lambda: FakeShards(seconds=0.001), **changes: Any) -> None:
-    """Runs `test` with a fleet of so many replicas that are all ready."""
+    """Runs `test` with a fleet of `count` replicas, all of them ready, then checks that shards are closed and no task is left."""
 
     async def main() -> None:
         shards: Shards = {}
@@ -55,20 +56,20 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-async def quiet(fleet: Fleet, shards: Shards) -> None:
-    """Returns when no shard has anything left."""
+async def until_idle(fleet: Fleet, shards: Shards) -> None:
+    """Returns when no shard has a group left; checks that all pages, requests and loads were released."""
     names = {replica.name for replica in fleet.replicas}
     await until(lambda: not any(fake.model.groups for name, fake in shards.items() if name in names))
-    await until(lambda: value(fleet, "penstock_pages_free") == value(fleet, "penstock_pages_total"))
+    await until(lambda: metric_value(fleet, "penstock_pages_free") == metric_value(fleet, "penstock_pages_total"))
     for name in ("penstock_waiting", "penstock_running", "penstock_paused"):
-        assert value(fleet, name) == 0
+        assert metric_value(fleet, name) == 0
     assert [(replica.requests, replica.load) for replica in fleet.replicas] == [(0, 0)] * len(names)
     if fleet._placement is not None:
         assert [fleet._placement.load(name) for name in fleet._placement.names] == [0] * len(fleet._placement.names)
 
 
-def value(fleet: Fleet, name: str) -> float:
-    """A metric; the sum over its labels."""
+def metric_value(fleet: Fleet, name: str) -> float:
+    """A metric's value, summed over its labels."""
     lines = fleet._metrics.render().decode().splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
 
@@ -77,72 +78,72 @@ async def read(fleet: Fleet, request: Request) -> list[Item]:
     return [item async for items in fleet.submit(request) for item in items]
 
 
-def begin(fleet: Fleet, requests: Sequence[Request]) -> list["asyncio.Task[list[Item]]"]:
+def start_reading(fleet: Fleet, requests: Sequence[Request]) -> list["asyncio.Task[list[Item]]"]:
     return [asyncio.create_task(read(fleet, request)) for request in requests]
 
 
-def crowd(count: int = 12, most: int = 60) -> list[Request]:
-    return [ask(f"{chr(97 + number)}" * (5 + 3 * number), most, choices=1 + number % 3) for number in range(count)]
+def mixed_requests(count: int = 12, most: int = 60) -> list[Request]:
+    return [make_request(f"{chr(97 + number)}" * (5 + 3 * number), most, choices=1 + number % 3) for number in range(count)]
 
 
 def states(fleet: Fleet) -> dict[str, str]:
     return {replica.name: replica.state for replica in fleet.replicas}
 
 
-def expected() -> list[list[object]]:
-    """What the crowd gets where nothing happens."""
+def expected_items() -> list[list[object]]:
+    """What `mixed_requests` get on one replica without disturbances."""
     found: list[list[object]] = []
 
-    async def calm(fleet: Fleet, shards: Shards) -> None:
-        found.extend([told(items) for items in await asyncio.gather(*begin(fleet, crowd()))])
+    async def undisturbed(fleet: Fleet, shards: Shards) -> None:
+        found.extend([deterministic_parts(items) for items in await asyncio.gather(*start_reading(fleet, mixed_requests()))])
 
-    run(calm, 1)
+    run(undisturbed, 1)
     return found
 
 
-async def serve_through(fleet: Fleet, shards: Shards, trouble: Callable[[], Awaitable[object]]) -> None:
-    """The crowd is served while something happens, as if it did not."""
-    reading = begin(fleet, crowd())
-    await until(lambda: value(fleet, "penstock_generated_tokens_total") > 50)
+async def serve_during(fleet: Fleet, shards: Shards, trouble: Callable[[], Awaitable[object]]) -> None:
+    """Runs `trouble` while `mixed_requests` are served, and checks that their items are those of the undisturbed run."""
+    reading = start_reading(fleet, mixed_requests())
+    await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 50)
     await trouble()
     found = await asyncio.gather(*reading)
-    assert [told(items) for items in found] == EXPECTED
-    await quiet(fleet, shards)
+    assert [deterministic_parts(items) for items in found] == EXPECTED
+    await until_idle(fleet, shards)
 
 
 EXPECTED: list[list[object]] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _expected() -> None:
-    EXPECTED[:] = expected()
+def compute_expected() -> None:
+    EXPECTED[:] = expected_items()
 
 
-def test_requests_are_divided_and_nothing_is_different() -> None:
+def test_requests_are_distributed_over_replicas_and_their_items_are_unchanged() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def nothing() -> None:
             assert fleet.ready
             assert all(replica.requests for replica in fleet.replicas)
 
-        await serve_through(fleet, shards, nothing)
-        assert value(fleet, "tgi_request_success") == value(fleet, "tgi_request_count") == 12
-        assert value(fleet, "penstock_placements_total") == 12
-        assert value(fleet, "penstock_replicas_ready") == value(fleet, "penstock_replica_up") == 3
-        assert value(fleet, "penstock_pages_total") == value(fleet, "penstock_replica_pages_total") == 3 * 64
+        await serve_during(fleet, shards, nothing)
+        assert metric_value(fleet, "tgi_request_success") == metric_value(fleet, "tgi_request_count") == 12
+        assert metric_value(fleet, "penstock_placements_total") == 12
+        assert metric_value(fleet, "penstock_replicas_ready") == metric_value(fleet, "penstock_replica_up") == 3
+        assert metric_value(fleet, "penstock_pages_total") == metric_value(fleet, "penstock_replica_pages_total") == 3 * 64
 
     run(test)
 
 
-def test_with_one_replica_nothing_is_placed() -> None:
+def test_single_replica_bypasses_placement_and_queues_requests_while_recovering() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
-        assert len(await read(fleet, ask("a", 5))) == 7
+        assert len(await read(fleet, make_request("a", 5))) == 7
         assert fleet._placement is None
-        assert value(fleet, "penstock_placements_total") == 0
+        assert metric_value(fleet, "penstock_placements_total") == 0
         shards["0"].break_at = 1
         shards["0"].die()
         await until(lambda: states(fleet) == {"0": "recovering"})
         assert fleet.stage.startswith("recovering")
-        waiting = asyncio.create_task(read(fleet, ask("b", 5)))
+        waiting = asyncio.create_task(read(fleet, make_request("b", 5)))
         await asyncio.sleep(0.01)
         assert not waiting.done()
         shards["0"].break_at = 0
@@ -151,7 +152,7 @@ def test_with_one_replica_nothing_is_placed() -> None:
     run(test, 1)
 
 
-def test_a_replica_that_dies_hands_its_streams_to_the_others_at_once() -> None:
+def test_streams_of_a_dead_replica_continue_on_the_others_at_once() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def kill() -> None:
             shards["1"].break_at = 1  # it does not come back
@@ -161,31 +162,31 @@ def test_a_replica_that_dies_hands_its_streams_to_the_others_at_once() -> None:
             assert [replica.requests for replica in fleet.replicas][1] == 0
             assert not fleet.serves("1")
 
-        await serve_through(fleet, shards, kill)
-        assert value(fleet, "penstock_moved_requests_total") >= 3
-        assert value(fleet, "penstock_replica_up") == 2
-        assert len(await read(fleet, ask("later", 5))) == 7
+        await serve_during(fleet, shards, kill)
+        assert metric_value(fleet, "penstock_moved_requests_total") >= 3
+        assert metric_value(fleet, "penstock_replica_up") == 2
+        assert len(await read(fleet, make_request("later", 5))) == 7
         shards["1"].break_at = 0
         await until(lambda: states(fleet)["1"] == "ready")
         before = len(shards["1"].commands)
-        await asyncio.gather(*begin(fleet, crowd()))
+        await asyncio.gather(*start_reading(fleet, mixed_requests()))
         assert shards["1"].groups_met == 2
-        assert value(fleet, "penstock_restarts_total") == 1
-        assert any(command.WhichOneof("kind") == "prefill" for command in shards["1"].commands[before:])  # it takes part again
+        assert metric_value(fleet, "penstock_restarts_total") == 1
+        assert any(command.WhichOneof("kind") == "prefill" for command in shards["1"].commands[before:])  # it gets requests again
 
     run(test)
 
 
-def test_streams_with_images_do_not_move_to_who_sees_none(caplog: pytest.LogCaptureFixture) -> None:
-    """They wait for those that do."""
+def test_streams_with_images_do_not_move_to_a_replica_without_vision(caplog: pytest.LogCaptureFixture) -> None:
+    """They wait until the vision replica has shards again."""
     seeing = iter((True, False))
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         assert fleet.limits is not None
-        assert not fleet.limits.images  # no more of them are taken
+        assert not fleet.limits.images  # no new requests with images are accepted
         image = Image(start=0, rows=1, columns=1, pixels=b"abc", shape=(1, 3, 1, 1))
-        reading = begin(fleet, [ask("a", 60, images=(image,)), ask("b", 60, images=(image,))])
-        await until(lambda: value(fleet, "penstock_generated_tokens_total") > 10)
+        reading = start_reading(fleet, [make_request("a", 60, images=(image,)), make_request("b", 60, images=(image,))])
+        await until(lambda: metric_value(fleet, "penstock_generated_tokens_total") > 10)
         shards["0"].break_at = 1
         shards["0"].die()
         await until(lambda: states(fleet)["0"] == "recovering")
@@ -197,7 +198,7 @@ def test_streams_with_images_do_not_move_to_who_sees_none(caplog: pytest.LogCapt
     assert caplog.text.count("some replicas see images, and some don't") == 1
 
 
-def test_while_all_are_dead_streams_wait_and_go_on_on_the_first_that_comes_back() -> None:
+def test_while_all_replicas_are_dead_streams_wait_and_continue_on_the_first_to_recover() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def kill() -> None:
             for fake in shards.values():
@@ -205,26 +206,28 @@ def test_while_all_are_dead_streams_wait_and_go_on_on_the_first_that_comes_back(
                 fake.die()
             await until(lambda: set(states(fleet).values()) == {"recovering"})
             assert not fleet.ready
-            assert value(fleet, "penstock_moved_requests_total") == 0  # nobody went where shards were lost as well
-            late = asyncio.create_task(read(fleet, ask("late", 5)))
+            assert (
+                metric_value(fleet, "penstock_moved_requests_total") == 0
+            )  # no request moved to a replica that lost its shards, too
+            late = asyncio.create_task(read(fleet, make_request("late", 5)))
             await asyncio.sleep(0.02)
             shards["2"].break_at = 0
             assert len(await late) == 7
 
-        await serve_through(fleet, shards, kill)
+        await serve_during(fleet, shards, kill)
         assert list(states(fleet).values()) == ["recovering", "recovering", "ready"]
 
     run(test)
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_request_that_kills_kills_two_replicas_and_no_third(alone: bool) -> None:
+def test_poison_request_kills_two_replicas_and_no_third(alone: bool) -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         for fake in shards.values():
             fake.killers = {b"killer"}
-        others = [] if alone else crowd(9, 200)
-        reading = begin(fleet, others)
-        killer = asyncio.create_task(read(fleet, ask("killer", 40)))
+        others = [] if alone else mixed_requests(9, 200)
+        reading = start_reading(fleet, others)
+        killer = asyncio.create_task(read(fleet, make_request("killer", 40)))
         with pytest.raises(Broken, match="again and again"):
             await killer
         for request, items in zip(others, await asyncio.gather(*reading), strict=True):
@@ -238,11 +241,11 @@ def test_a_request_that_kills_kills_two_replicas_and_no_third(alone: bool) -> No
     run(test, 4, make=lambda: FakeShards(512, seconds=0.001))
 
 
-def test_what_was_cached_of_a_prompt_stays_where_it_was() -> None:
+def test_cached_prompt_token_counts_are_reset_when_a_stream_moves_to_another_replica() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         for fake in shards.values():
             fake.gate.clear()
-        reading = asyncio.create_task(read(fleet, ask("hello")))
+        reading = asyncio.create_task(read(fleet, make_request("hello")))
         await until(lambda: sum(replica.requests for replica in fleet.replicas) == 1)
         [stream] = next(member.batcher.streams for member in fleet._members.values() if member.batcher.streams)
         stream.cached, stream.searched = 4, 7
@@ -258,8 +261,8 @@ def test_what_was_cached_of_a_prompt_stays_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_requests_wait_where_there_will_be_shards_for_them(fails: bool) -> None:
-    """Neither at a replica that leaves, nor at one that has failed."""
+def test_requests_queue_at_the_recovering_replica_not_at_a_drained_or_failed_one(fails: bool) -> None:
+    """Neither at a replica that drains, nor at one that has failed."""
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         if fails:
@@ -271,7 +274,7 @@ def test_requests_wait_where_there_will_be_shards_for_them(fails: bool) -> None:
         for fake in shards.values():
             fake.die()
         await until(lambda: states(fleet) == {"0": "failed" if fails else "drained", "1": "recovering"})
-        reading = begin(fleet, [ask("a", 5)] * 3)
+        reading = start_reading(fleet, [make_request("a", 5)] * 3)
         await asyncio.sleep(0.01)
         assert [replica.requests for replica in fleet.replicas] == [0, 3]
         shards["1"].break_at = 0
@@ -280,7 +283,7 @@ def test_requests_wait_where_there_will_be_shards_for_them(fails: bool) -> None:
     run(test, 2, max_total_tokens=100)
 
 
-def test_a_server_that_takes_nothing_is_not_told_to_be_ready_for_a_replica_that_leaves() -> None:
+def test_fleet_is_not_ready_while_its_only_replica_with_shards_is_drained() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         fleet.retire("0")
         shards["1"].break_at = 1
@@ -292,48 +295,48 @@ def test_a_server_that_takes_nothing_is_not_told_to_be_ready_for_a_replica_that_
     run(test, 2)
 
 
-class Mortal(FakeShards):
-    """They don't come back."""
+class NotRestarted(FakeShards):
+    """Shards that don't come back after they died."""
 
     def die(self) -> None:
         super().die()
         self.break_at = 1
 
 
-def test_what_is_known_of_a_killer_goes_along_with_it() -> None:
-    """Those whom it has killed can't have it back, and be the ones who know."""
+def test_death_counts_of_a_poison_request_move_with_it_to_other_replicas() -> None:
+    """The replicas that it killed stay dead, so they can't be the ones that remember its deaths."""
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         for fake in shards.values():
             fake.killers = {b"killer"}
         with pytest.raises(Broken, match="again and again"):
-            await asyncio.wait_for(read(fleet, ask("killer", 40)), 10)
+            await asyncio.wait_for(read(fleet, make_request("killer", 40)), 10)
         assert sorted(states(fleet).values()) == ["ready", "ready", "recovering", "recovering"]
 
-    run(test, 4, make=lambda: Mortal(seconds=0.001))
+    run(test, 4, make=lambda: NotRestarted(seconds=0.001))
 
 
-def test_a_replica_drains_and_its_requests_end_there() -> None:
+def test_draining_replica_finishes_its_requests_and_gets_no_new_ones() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def drain() -> None:
             assert fleet.retire("2").state == "draining"
             before = len(shards["2"].commands)
-            await asyncio.gather(*begin(fleet, [ask("new", 3)] * 6))
+            await asyncio.gather(*start_reading(fleet, [make_request("new", 3)] * 6))
             met = [group for command in shards["2"].commands[before:] for group in command.prefill.groups]
             assert not [group for group in met if bytes(group.tokens) == b"new"]
 
-        await serve_through(fleet, shards, drain)
+        await serve_during(fleet, shards, drain)
         assert states(fleet)["2"] == fleet.replicas[2].stage == "drained"
-        assert value(fleet, "penstock_moved_requests_total") == 0
+        assert metric_value(fleet, "penstock_moved_requests_total") == 0
         await fleet.remove("2")
         assert list(states(fleet)) == ["0", "1"]
-        assert value(fleet, "penstock_replica_up") == 2
+        assert metric_value(fleet, "penstock_replica_up") == 2
         assert shards["2"].closed
 
     run(test)
 
 
-def test_a_replica_leaves_at_once_and_its_requests_go_on_elsewhere() -> None:
+def test_requests_of_a_removed_replica_continue_on_the_others_and_the_last_cannot_be_removed() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def leave() -> None:
             fleet.retire("0", move=True)
@@ -341,9 +344,9 @@ def test_a_replica_leaves_at_once_and_its_requests_go_on_elsewhere() -> None:
             await until(lambda: not shards["0"].model.groups)
             await fleet.remove("1")
 
-        await serve_through(fleet, shards, leave)
+        await serve_during(fleet, shards, leave)
         assert states(fleet) == {"0": "drained", "2": "ready"}
-        assert value(fleet, "penstock_moved_requests_total") >= 6
+        assert metric_value(fleet, "penstock_moved_requests_total") >= 6
         with pytest.raises(Conflict, match="replica 2 can't be spared"):
             fleet.retire("2")
         with pytest.raises(Conflict, match="replica 2 can't be spared"):
@@ -354,13 +357,13 @@ def test_a_replica_leaves_at_once_and_its_requests_go_on_elsewhere() -> None:
             await fleet.remove("2")
         with pytest.raises(Unknown, match="no replica 0; there are: 2"):
             await fleet.remove("0")
-        assert len(await read(fleet, ask("a", 5))) == 7
+        assert len(await read(fleet, make_request("a", 5))) == 7
         assert fleet._placement is None
 
     run(test)
 
 
-def test_a_replica_joins_under_load_and_takes_its_share() -> None:
+def test_replica_that_joins_under_load_gets_requests() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def join() -> None:
             joined = fleet.join(["unix:/new"], "fast")
@@ -371,18 +374,18 @@ def test_a_replica_joins_under_load_and_takes_its_share() -> None:
                 fleet.join(["unix:/x"], "fast")
             await until(lambda: states(fleet) == {"0": "ready", "fast": "ready"})
             assert sum(replica.load for replica in fleet.replicas) > 0
-            reading = begin(fleet, crowd(3, 30))
-            await until(lambda: len(shards["fast"].model.groups) == 3)  # the other has the first crowd
+            reading = start_reading(fleet, mixed_requests(3, 30))
+            await until(lambda: len(shards["fast"].model.groups) == 3)  # the other replica has the first requests
             await asyncio.gather(*reading)
 
-        await serve_through(fleet, shards, join)
+        await serve_during(fleet, shards, join)
         assert fleet.join(["unix:/third"]).name == "1"
 
     run(test, 1)
 
 
 @pytest.mark.parametrize(
-    ("what", "value", "expected"),
+    ("setting", "value", "expected"),
     [
         ("dtype", "bfloat16", "replica other has dtype bfloat16, replica 0 has float32"),
         ("quantize", "fp8", "replica other has quantize fp8, replica 0 has none"),
@@ -390,16 +393,16 @@ def test_a_replica_joins_under_load_and_takes_its_share() -> None:
         ("batch_invariant", True, "replica other has batch_invariant True, replica 0 has none"),
     ],
 )
-def test_a_replica_that_would_say_other_tokens_is_left_out(what: str, value: object, expected: str) -> None:
+def test_replica_with_other_number_formats_or_batch_invariance_fails_to_join(setting: str, value: object, expected: str) -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def join() -> None:
             fleet.join(["unix:/other"], "other")
-            setattr(shards["other"].info, what, value)
+            setattr(shards["other"].info, setting, value)
             shards["other"].pages = 30
             await until(lambda: states(fleet)["other"] == "failed")
             assert expected in fleet.replicas[1].stage
 
-        await serve_through(fleet, shards, join)
+        await serve_during(fleet, shards, join)
         assert fleet.limits is not None
         assert fleet.limits.pages == 64, "its size bounds nobody"
         fleet.join(["unix:/third"], "third")
@@ -412,7 +415,7 @@ def test_a_replica_that_would_say_other_tokens_is_left_out(what: str, value: obj
     run(test, 1)
 
 
-def test_a_replica_that_does_not_start_is_tried_again_and_hinders_nobody() -> None:
+def test_start_of_a_joining_replica_is_retried_while_the_others_serve() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         fleet.join(["unix:/late"], "late")
         late = shards["late"]
@@ -429,20 +432,20 @@ def test_a_replica_that_does_not_start_is_tried_again_and_hinders_nobody() -> No
         await until(lambda: failures > 1)
         assert fleet.replicas[1].state == "starting"
         assert "rank 1 of 2" in fleet.replicas[1].stage
-        assert len(await read(fleet, ask("a", 5))) == 7
+        assert len(await read(fleet, make_request("a", 5))) == 7
         del late.connect
         await until(lambda: states(fleet)["late"] == "ready")
 
     run(test, 1)
 
 
-def test_limits_hold_on_every_replica() -> None:
+def test_limits_are_those_of_the_replica_with_the_smallest_pool() -> None:
     sizes = iter((64, 30, 64))
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         assert fleet.limits is not None
         assert (fleet.limits.max_total_tokens, fleet.limits.pages) == (120, 30)
-        large = asyncio.create_task(read(fleet, ask("a", 110)))
+        large = asyncio.create_task(read(fleet, make_request("a", 110)))
         await asyncio.sleep(0.01)
         await fleet.remove("1")
         assert (fleet.limits.max_total_tokens, fleet.limits.pages) == (256, 64)
@@ -451,35 +454,35 @@ def test_limits_hold_on_every_replica() -> None:
     run(test, make=lambda: FakeShards(next(sizes), seconds=0.001))
 
 
-def test_what_no_replica_can_take_is_no_load_of_any() -> None:
-    """Neither before it fails nor after: a load below zero would draw all other requests to its replica."""
+def test_request_that_fits_no_replica_leaves_every_load_at_zero() -> None:
+    """Neither before it fails nor after: a load below zero would attract all other requests to its replica."""
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         with pytest.raises(Broken):
-            await read(fleet, ask("a" * 60, 60, choices=9))
-        await quiet(fleet, shards)
+            await read(fleet, make_request("a" * 60, 60, choices=9))
+        await until_idle(fleet, shards)
 
     run(test, 2)
 
 
-def test_each_replica_takes_as_many_requests_as_the_operator_says() -> None:
+def test_max_concurrent_requests_counts_per_replica_and_per_tenant() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
-        reading = begin(fleet, [ask("a", 200)] * 6)
+        reading = start_reading(fleet, [make_request("a", 200)] * 6)
         await asyncio.sleep(0.01)
         with pytest.raises(Overloaded, match="6 requests are in flight"):
-            fleet.submit(ask("b"))
-        assert len(await read(fleet, ask("b", 3, tenant="another"))) == 5
+            fleet.submit(make_request("b"))
+        assert len(await read(fleet, make_request("b", 3, tenant="another"))) == 5
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
 
     run(test, max_concurrent_requests=2)
 
 
-def test_who_leaves_a_stream_leaves_it_wherever_it_runs() -> None:
+def test_closing_a_stream_after_it_moved_frees_its_pages_on_the_new_replica() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
-        stream = fleet.submit(ask("a", 100, timeout=30.0))
+        stream = fleet.submit(make_request("a", 100, timeout=30.0))
         items = [item for item in await anext(stream) if not isinstance(item, Prompt)]
         home = next(replica.name for replica in fleet.replicas if replica.requests)
         fleet.retire(home, move=True)
@@ -487,56 +490,56 @@ def test_who_leaves_a_stream_leaves_it_wherever_it_runs() -> None:
             items += await anext(stream)
         await stream.aclose()
         text = "".join(item.text for item in items if isinstance(item, Token))
-        assert text == answer("a", 100)[: len(text)]
-        await quiet(fleet, shards)
+        assert text == expected_text("a", 100)[: len(text)]
+        await until_idle(fleet, shards)
 
     run(test)
 
 
-def test_a_deadline_goes_along() -> None:
+def test_deadline_of_a_request_holds_after_it_moved_to_another_replica() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
-        reading = asyncio.create_task(read(fleet, ask("a", 200, timeout=0.05)))
+        reading = asyncio.create_task(read(fleet, make_request("a", 200, timeout=0.05)))
         await until(lambda: any(replica.requests for replica in fleet.replicas))
         fleet.retire(next(replica.name for replica in fleet.replicas if replica.requests), move=True)
         with pytest.raises(Exception, match=r"not complete 0\.05 s after"):
             await reading
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
 
     run(test)
 
 
-def test_a_session_stays_and_its_prefix_is_found() -> None:
+def test_session_stays_on_the_replica_with_its_cached_prefix() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         async def homes(session: str, text: str) -> str:
             before = {name: len(fake.commands) for name, fake in shards.items()}
-            await read(fleet, ask(text, 3, session=session))
+            await read(fleet, make_request(text, 3, session=session))
             [home] = [name for name, fake in shards.items() if len(fake.commands) > before[name]]
             return home
 
         first = [await homes(f"s{number}", "shared beginning of all conversations" * 2) for number in range(3)]
-        assert len(set(first)) == 1  # nothing else runs: the prefix is there
+        assert len(set(first)) == 1  # nothing else runs, so the replica with the cached prefix is chosen
         assert [await homes(f"s{number}", "x" * (number + 1)) for number in range(3)] == first
 
     run(test)
 
 
-def test_shutting_down_lets_streams_end_and_refuses_new_ones() -> None:
+def test_drain_lets_streams_finish_and_refuses_new_requests() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
-        reading = begin(fleet, crowd())
+        reading = start_reading(fleet, mixed_requests())
         await asyncio.sleep(0.02)
         draining = asyncio.create_task(fleet.drain(30))
         await asyncio.sleep(0)
         assert (fleet.ready, fleet.stage) == (False, "shutting down")
         with pytest.raises(NotReady, match="shutting down"):
-            fleet.submit(ask("b"))
-        assert [told(items) for items in await asyncio.gather(*reading)] == EXPECTED
+            fleet.submit(make_request("b"))
+        assert [deterministic_parts(items) for items in await asyncio.gather(*reading)] == EXPECTED
         await draining
 
     run(test)
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_shutting_down_waits_for_those_that_came_before_and_takes_them(count: int) -> None:
+def test_drain_accepts_and_finishes_requests_that_arrived_before_it(count: int) -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         before, answered = monotonic(), asyncio.Event()
         await asyncio.sleep(0.001)
@@ -544,8 +547,8 @@ def test_shutting_down_waits_for_those_that_came_before_and_takes_them(count: in
         await asyncio.sleep(0.02)
         assert not draining.done()
         with pytest.raises(NotReady, match="shutting down"):
-            fleet.submit(ask("b", arrived=monotonic()))
-        reading = asyncio.create_task(read(fleet, ask("a", 20, arrived=before)))
+            fleet.submit(make_request("b", arrived=monotonic()))
+        reading = asyncio.create_task(read(fleet, make_request("a", 20, arrived=before)))
         await asyncio.sleep(0.001)
         answered.set()
         await draining
@@ -555,7 +558,7 @@ def test_shutting_down_waits_for_those_that_came_before_and_takes_them(count: in
     run(test, count)
 
 
-def test_who_came_before_is_refused_where_no_replica_has_shards() -> None:
+def test_request_that_arrived_before_the_drain_is_refused_if_no_replica_has_shards() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         before, answered = monotonic(), asyncio.Event()
         for fake in shards.values():
@@ -565,21 +568,21 @@ def test_who_came_before_is_refused_where_no_replica_has_shards() -> None:
         draining = asyncio.create_task(fleet.drain(30, answered))
         await asyncio.sleep(0.001)
         with pytest.raises(NotReady, match="shutting down"):
-            await read(fleet, ask("a", 20, arrived=before))
+            await read(fleet, make_request("a", 20, arrived=before))
         answered.set()
         await draining
 
     run(test)
 
 
-def test_before_any_replica_is_there_a_failure_ends_the_start() -> None:
+def test_start_raises_if_a_replica_fails_before_any_is_ready() -> None:
     async def main() -> None:
         fake = FakeShards(pages=4)
         fleet = Fleet(
             config(groups=(("a",), ("b",)), max_total_tokens=100), ByteTokenizer(), lambda name, addresses: fake, Metrics()
         )
         with pytest.raises(NotReady):
-            fleet.submit(ask("a"))
+            fleet.submit(make_request("a"))
         assert fleet.stage == "waiting"
         with pytest.raises(Misconfigured, match="--max-total-tokens 100 is more than the pool's capacity of 16"):
             await fleet.start()
@@ -591,13 +594,13 @@ def test_before_any_replica_is_there_a_failure_ends_the_start() -> None:
 
 @pytest.mark.parametrize("choices", [1, 2])
 @pytest.mark.parametrize("last", [False, True])
-def test_who_moves_between_a_report_and_its_delivery_has_the_tokens_of_both(
+def test_stream_that_moves_between_a_step_report_and_its_delivery_loses_no_token(
     monkeypatch: pytest.MonkeyPatch, choices: int, last: bool
 ) -> None:
-    """last: the scheduler knows by then that choices have ended."""
+    """last: the replica drains at the report after which the scheduler knows that choices have ended."""
 
     async def test(fleet: Fleet, shards: Shards) -> None:
-        calm = told(await read(fleet, ask("hello", 6, choices=choices)))
+        undisturbed = deterministic_parts(await read(fleet, make_request("hello", 6, choices=choices)))
         moved = []
         report = Steps._report
 
@@ -610,39 +613,39 @@ def test_who_moves_between_a_report_and_its_delivery_has_the_tokens_of_both(
             return answered
 
         monkeypatch.setattr(Steps, "_report", reporting)
-        assert told(await asyncio.wait_for(read(fleet, ask("hello", 6, choices=choices)), 5)) == calm
+        assert deterministic_parts(await asyncio.wait_for(read(fleet, make_request("hello", 6, choices=choices)), 5)) == undisturbed
         assert moved
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
 
     run(test, 2)
 
 
-class Late(FakeShards):
-    """They are there when they are told to be."""
+class DelayedShards(FakeShards):
+    """Shards whose connection waits for the event `reachable`."""
 
     def __init__(self) -> None:
         super().__init__(seconds=0.001)
-        self.there = asyncio.Event()
-        self.wrong = ""  # what is
+        self.reachable = asyncio.Event()
+        self.error = ""  # if set, connecting fails with this error
         self.lost = asyncio.get_running_loop().create_future()
 
     async def connect(self) -> None:
-        await self.there.wait()
-        if self.wrong:
+        await self.reachable.wait()
+        if self.error:
             self.lost = asyncio.get_running_loop().create_future()
             self.die()
-            raise Broken(self.wrong)
+            raise Broken(self.error)
         await super().connect()
 
 
-def late(test: Callable[["Fleet", dict[str, Late]], Awaitable[None]]) -> None:
-    """Runs `test` with a fleet of one replica that hasn't started."""
+def run_delayed(test: Callable[["Fleet", dict[str, DelayedShards]], Awaitable[None]]) -> None:
+    """Runs `test` with a fleet of one replica whose shards are delayed, before `Fleet.start`."""
 
     async def main() -> None:
-        shards: dict[str, Late] = {}
+        shards: dict[str, DelayedShards] = {}
 
-        def connect(name: str, addresses: Sequence[str]) -> Late:
-            shards[name] = Late()
+        def connect(name: str, addresses: Sequence[str]) -> DelayedShards:
+            shards[name] = DelayedShards()
             shards[name].adopts = True
             return shards[name]
 
@@ -655,42 +658,42 @@ def late(test: Callable[["Fleet", dict[str, Late]], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_one_that_joins_while_the_first_loads_may_be_broken() -> None:
-    async def test(fleet: Fleet, shards: dict[str, Late]) -> None:
+def test_broken_replica_that_joins_during_the_start_does_not_fail_the_start() -> None:
+    async def test(fleet: Fleet, shards: dict[str, DelayedShards]) -> None:
         starting = asyncio.create_task(fleet.start())
         fleet.join(["h:1"])
-        shards["1"].wrong = "the shard at h:1 is rank 1 of 2, rank 0 of 1 was expected"
-        shards["1"].there.set()
+        shards["1"].error = "the shard at h:1 is rank 1 of 2, rank 0 of 1 was expected"
+        shards["1"].reachable.set()
         await asyncio.sleep(0.02)
         assert not starting.done()
-        shards["0"].there.set()
+        shards["0"].reachable.set()
         await starting
-        assert len(await read(fleet, ask("a", 3))) == 5
+        assert len(await read(fleet, make_request("a", 3))) == 5
         assert "rank 1 of 2" in next(replica.stage for replica in fleet.replicas if replica.name == "1")
 
-    late(test)
+    run_delayed(test)
 
 
-def test_requests_have_nowhere_to_wait_when_all_that_ever_had_shards_have_left() -> None:
-    async def test(fleet: Fleet, shards: dict[str, Late]) -> None:
-        shards["0"].there.set()
+def test_requests_are_refused_when_all_replicas_that_ever_had_shards_are_removed() -> None:
+    async def test(fleet: Fleet, shards: dict[str, DelayedShards]) -> None:
+        shards["0"].reachable.set()
         await fleet.start()
-        shards["0"].there.clear()
+        shards["0"].reachable.clear()
         shards["0"].die()
         await until(lambda: fleet.replicas[0].state == "recovering")
         fleet.join(["h:1"])
         fleet.join(["h:2"])
         await fleet.remove("0")
         with pytest.raises(NotReady, match="not ready"):
-            await read(fleet, ask("a", 3))
-        shards["2"].there.set()
+            await read(fleet, make_request("a", 3))
+        shards["2"].reachable.set()
         await until(lambda: fleet.ready)
-        assert len(await read(fleet, ask("a", 3))) == 5
+        assert len(await read(fleet, make_request("a", 3))) == 5
 
-    late(test)
+    run_delayed(test)
 
 
-def test_one_that_leaves_ends_though_who_asked_for_it_has_left() -> None:
+def test_removal_completes_even_if_its_caller_is_cancelled() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         removal = asyncio.create_task(fleet.remove("1"))
         await asyncio.sleep(0)
@@ -702,46 +705,46 @@ def test_one_that_leaves_ends_though_who_asked_for_it_has_left() -> None:
     run(test)
 
 
-def test_of_who_has_left_no_metric_tells_any_more() -> None:
-    """Else each replica that comes and goes leaves some behind, for ever."""
+def test_metrics_of_a_removed_replica_disappear_and_return_when_it_joins_again() -> None:
+    """Otherwise every replica that joins and leaves would leave some time series behind, forever."""
 
     async def test(fleet: Fleet, shards: Shards) -> None:
-        await asyncio.gather(*(read(fleet, ask(text, 3)) for text in "abcdefghi"))
-        assert {'replica="0"', 'replica="1"', 'replica="2"'} == named(fleet)
+        await asyncio.gather(*(read(fleet, make_request(text, 3)) for text in "abcdefghi"))
+        assert {'replica="0"', 'replica="1"', 'replica="2"'} == replicas_in_metrics(fleet)
         await fleet.remove("1")
-        assert {'replica="0"', 'replica="2"'} == named(fleet)
-        await asyncio.gather(*(read(fleet, ask(text, 3)) for text in "abcdefghi"))
+        assert {'replica="0"', 'replica="2"'} == replicas_in_metrics(fleet)
+        await asyncio.gather(*(read(fleet, make_request(text, 3)) for text in "abcdefghi"))
         fleet.join(["h:1"], "1")
         await until(lambda: all(replica.state == "ready" for replica in fleet.replicas))
-        await asyncio.gather(*(read(fleet, ask(text, 3)) for text in "abcdefghi"))
-        assert {'replica="0"', 'replica="1"', 'replica="2"'} == named(fleet)
+        await asyncio.gather(*(read(fleet, make_request(text, 3)) for text in "abcdefghi"))
+        assert {'replica="0"', 'replica="1"', 'replica="2"'} == replicas_in_metrics(fleet)
 
     run(test)
 
 
-def named(fleet: Fleet) -> set[str]:
-    """Replicas of which metrics tell."""
+def replicas_in_metrics(fleet: Fleet) -> set[str]:
+    """The replica labels in the metrics."""
     return set(re.findall('replica="[^"]*"', fleet._metrics.render().decode()))
 
 
-def test_who_leaves_when_its_shards_come_is_in_no_metric() -> None:
-    async def test(fleet: Fleet, shards: dict[str, Late]) -> None:
-        shards["0"].there.set()
+def test_replica_removed_while_its_shards_become_ready_is_in_no_metric() -> None:
+    async def test(fleet: Fleet, shards: dict[str, DelayedShards]) -> None:
+        shards["0"].reachable.set()
         await fleet.start()
-        pages = value(fleet, "penstock_pages_total")
+        pages = metric_value(fleet, "penstock_pages_total")
         fleet.join(["h:1"])
         await until(lambda: "1" in shards and fleet._members["1"].batcher.stage == "waiting")
         await asyncio.sleep(0.01)
-        shards["1"].there.set()
+        shards["1"].reachable.set()
         await fleet.remove("1")
-        assert value(fleet, "penstock_pages_total") == pages
-        assert named(fleet) == {'replica="0"'}
+        assert metric_value(fleet, "penstock_pages_total") == pages
+        assert replicas_in_metrics(fleet) == {'replica="0"'}
 
-    late(test)
+    run_delayed(test)
 
 
-def test_who_has_left_is_not_heard_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shards may end while it does."""
+def test_callbacks_of_a_removed_replica_do_not_affect_its_namesake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shards may end during its removal."""
 
     async def test(fleet: Fleet, shards: Shards) -> None:
         gone = fleet._members["1"].batcher
@@ -756,7 +759,7 @@ def test_who_has_left_is_not_heard_any_more(monkeypatch: pytest.MonkeyPatch) -> 
         placement = fleet._placement
         assert placement is not None
         monkeypatch.setattr(type(placement), "release", lambda *arguments: pytest.fail("another has its name"))
-        stream = next(iter(fleet._members.values())).batcher.open(ask("a"), None)
+        stream = next(iter(fleet._members.values())).batcher.open(make_request("a"), None)
         fleet.ended(gone, stream)
         monkeypatch.undo()
         stream.owner.close_stream(stream)
@@ -764,12 +767,12 @@ def test_who_has_left_is_not_heard_any_more(monkeypatch: pytest.MonkeyPatch) -> 
     run(test)
 
 
-def test_suspects_go_along_when_a_replica_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There will be no other trial."""
+def test_suspects_of_poison_requests_move_when_their_replica_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica that leaves holds no further trial."""
     monkeypatch.setattr(Inquest, "suspects", lambda inquest, uid: True)
 
     async def test(fleet: Fleet, shards: Shards) -> None:
-        reading = asyncio.create_task(read(fleet, ask("a", 60)))
+        reading = asyncio.create_task(read(fleet, make_request("a", 60)))
         await until(lambda: any(replica.requests for replica in fleet.replicas))
         home = next(replica.name for replica in fleet.replicas if replica.requests)
         assert fleet.retire(home, move=True).requests == 1
@@ -779,7 +782,7 @@ def test_suspects_go_along_when_a_replica_leaves(monkeypatch: pytest.MonkeyPatch
     run(test, 2)
 
 
-def test_a_rank_is_no_part_of_two_replicas() -> None:
+def test_join_with_the_address_of_another_replicas_rank_is_refused() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         with pytest.raises(Conflict, match="unix:/new, unix:/1 is replica 1 already"):
             fleet.join(["unix:/new", "unix:/1"])
@@ -787,13 +790,13 @@ def test_a_rank_is_no_part_of_two_replicas() -> None:
     run(test, 2)
 
 
-def test_who_has_requests_that_wait_is_needed_while_nobody_else_takes_any() -> None:
+def test_replica_with_waiting_requests_cannot_drain_while_no_other_takes_requests() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         for fake in shards.values():
             fake.break_at = 1
             fake.die()
         await until(lambda: set(states(fleet).values()) == {"recovering"})
-        reading = asyncio.create_task(read(fleet, ask("a", 5)))
+        reading = asyncio.create_task(read(fleet, make_request("a", 5)))
         await until(lambda: any(replica.requests for replica in fleet.replicas))
         home, other = sorted(fleet.replicas, key=lambda replica: replica.requests == 0)
         with pytest.raises(Conflict, match=f"replica {home.name} can't be spared"):
@@ -805,40 +808,40 @@ def test_who_has_requests_that_wait_is_needed_while_nobody_else_takes_any() -> N
     run(test, 2)
 
 
-def test_who_leaves_or_has_failed_counts_for_no_place() -> None:
+def test_draining_and_failed_replicas_do_not_count_for_the_limit_on_concurrent_requests() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         shards["2"].pages = 4
         shards["2"].die()
         await until(lambda: states(fleet)["2"] == "failed")
         fleet.retire("1")
-        streams = [fleet.submit(ask("a", 50)) for _ in range(2)]
+        streams = [fleet.submit(make_request("a", 50)) for _ in range(2)]
         for stream in streams:
             await anext(stream)
         with pytest.raises(Overloaded, match="2 requests are in flight"):
-            fleet.submit(ask("b"))
+            fleet.submit(make_request("b"))
         for stream in streams:
             await stream.aclose()
 
     run(test, 3, max_concurrent_requests=2, max_total_tokens=100)
 
 
-def test_places_are_counted_again_when_a_stream_is_first_read() -> None:
+def test_limit_on_concurrent_requests_is_checked_again_at_the_first_read_of_a_stream() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
-        streams = [fleet.submit(ask("a", 50)) for _ in range(4)]
+        streams = [fleet.submit(make_request("a", 50)) for _ in range(4)]
         for stream in streams[:3]:
             await anext(stream)
         with pytest.raises(Overloaded, match="3 requests are in flight"):
             await anext(streams[3])
         for stream in streams:
             await stream.aclose()
-        await quiet(fleet, shards)
+        await until_idle(fleet, shards)
 
     run(test, max_concurrent_requests=1)
 
 
-def test_a_server_that_shuts_down_moves_nobody() -> None:
+def test_streams_of_a_replica_that_dies_during_the_drain_do_not_move() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
-        reading = asyncio.create_task(read(fleet, ask("a", 200)))
+        reading = asyncio.create_task(read(fleet, make_request("a", 200)))
         await until(lambda: sum(replica.requests for replica in fleet.replicas) == 1)
         [stream] = next(member.batcher.streams for member in fleet._members.values() if member.batcher.streams)
         draining = asyncio.create_task(fleet.drain(20))
@@ -854,13 +857,13 @@ def test_a_server_that_shuts_down_moves_nobody() -> None:
     run(test)
 
 
-def test_who_has_a_trial_gets_requests_only_if_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would wait for its end. A replica without shards is worse."""
+def test_replica_that_tries_suspects_gets_requests_only_if_no_other_can_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for the trial's end. A replica without shards is worse."""
     trying = {"0"}
     monkeypatch.setattr(Batcher, "trying", property(lambda batcher: batcher.name in trying))
 
     async def test(fleet: Fleet, shards: Shards) -> None:
-        reading = begin(fleet, [ask("a" * number, 150) for number in range(1, 7)])
+        reading = start_reading(fleet, [make_request("a" * number, 150) for number in range(1, 7)])
         await until(lambda: [replica.requests for replica in fleet.replicas] == [0, 6])
         trying.add("1")
         shards["1"].break_at = 1  # it does not come back
@@ -869,16 +872,16 @@ def test_who_has_a_trial_gets_requests_only_if_all_have(monkeypatch: pytest.Monk
         assert [replica.requests for replica in fleet.replicas] == [6, 0]
         for number, items in enumerate(await asyncio.gather(*reading), 1):
             text = "".join(item.text for item in items if isinstance(item, Token))
-            assert text == answer("a" * number, 150)
+            assert text == expected_text("a" * number, 150)
 
     run(test, 2, make=lambda: FakeShards(512, seconds=0.001))
 
 
-def test_while_the_server_shuts_down_streams_end_where_they_are() -> None:
-    """Elsewhere nobody waits for them."""
+def test_retire_with_move_during_the_drain_moves_no_stream() -> None:
+    """`drain` does not wait for streams that move to another replica."""
 
     async def test(fleet: Fleet, shards: Shards) -> None:
-        reading = asyncio.create_task(read(fleet, ask("a", 100)))
+        reading = asyncio.create_task(read(fleet, make_request("a", 100)))
         await until(lambda: sum(replica.requests for replica in fleet.replicas) == 1)
         draining = asyncio.create_task(fleet.drain(30))
         await asyncio.sleep(0.01)
@@ -890,13 +893,13 @@ def test_while_the_server_shuts_down_streams_end_where_they_are() -> None:
     run(test)
 
 
-def test_the_last_replica_that_fails_ends_the_server() -> None:
+def test_failure_of_the_last_replica_ends_the_fleet() -> None:
     async def test(fleet: Fleet, shards: Shards) -> None:
         for fake in shards.values():
             fake.pages = 4
         shards["0"].die()
         await until(lambda: states(fleet) == {"0": "failed", "1": "ready"})
-        assert len(await read(fleet, ask("a", 5))) == 7
+        assert len(await read(fleet, make_request("a", 5))) == 7
         shards["1"].die()
         with pytest.raises(Misconfigured):
             await asyncio.wait_for(fleet.wait(), 10)

@@ -1,4 +1,5 @@
-"""What a folder's files say of tokens, where they contradict each other: as transformers reads them."""
+"""The special and added tokens of a model folder whose files contradict each other: they are read as transformers' tokenizers read
+them."""
 
 import asyncio
 import json
@@ -17,9 +18,10 @@ TEXTS = ["hello", "a<|im_start|>b<|im_end|>", "x <tool> y</s>", "<s>z", "naïve 
 
 
 def write(folder: Path, marks: str = "", known: tuple[str, ...] = (), **settings: Any) -> int:
-    """A byte-level tokenizer with <s> and </s>, and tokens in its vocabulary that are not marked as added. Says how many tokens.
+    """Writes a byte-level tokenizer with <s> and </s>, and tokens `known` in its vocabulary that are not marked as added. Returns
+    the size of its vocabulary.
 
-    marks: the tokens that its post-processor puts before and after a text, "b" and "e".
+    marks: "b" and "e" if its post-processor adds the beginning and end tokens to a text.
     """
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: id for id, token in enumerate(["<s>", "</s>", *alphabet, *known])}
@@ -47,7 +49,7 @@ def assert_as_transformers(folder: Path) -> None:
         assert ours.decode(plain) == theirs.decode(plain, skip_special_tokens=True)
 
 
-def listed(*tokens: tuple[int, str, bool]) -> dict[str, Any]:
+def added_tokens(*tokens: tuple[int, str, bool]) -> dict[str, Any]:
     return {
         str(id): {"content": text, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": special}
         for id, text, special in tokens
@@ -57,24 +59,24 @@ def listed(*tokens: tuple[int, str, bool]) -> dict[str, Any]:
 BASE = ((0, "<s>", True), (1, "</s>", True))
 
 
-def test_tokens_that_only_the_settings_list_are_added(tmp_path: Path) -> None:
+def test_tokens_listed_only_in_added_tokens_decoder_are_added(tmp_path: Path) -> None:
     size = write(tmp_path)
     # In order of their ids, which is not that of their names.
     more = ((size + 1, "<|im_end|>", True), (size, "<|im_start|>", True), (size + 2, "<tool>", False))
-    write(tmp_path, added_tokens_decoder=listed(*BASE, *more))
+    write(tmp_path, added_tokens_decoder=added_tokens(*BASE, *more))
     assert Tokenizer(tmp_path).encode("<|im_end|><tool>") == [size + 1, size + 2]
     assert_as_transformers(tmp_path)
 
 
-def test_tokens_of_the_vocabulary_that_the_settings_mark_are_found_in_texts(tmp_path: Path) -> None:
+def test_vocabulary_tokens_marked_in_added_tokens_decoder_are_matched_in_text(tmp_path: Path) -> None:
     size = write(tmp_path, known=("<|im_start|>", "<|im_end|>"))
     more = ((size - 2, "<|im_start|>", True), (size - 1, "<|im_end|>", True))
-    write(tmp_path, known=("<|im_start|>", "<|im_end|>"), added_tokens_decoder=listed(*BASE, *more))
+    write(tmp_path, known=("<|im_start|>", "<|im_end|>"), added_tokens_decoder=added_tokens(*BASE, *more))
     assert Tokenizer(tmp_path).encode("<|im_end|>") == [size - 1]
     assert_as_transformers(tmp_path)
 
 
-def test_tokens_of_older_checkpoints_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_tokens_in_added_tokens_json_are_added(tmp_path: Path) -> None:
     size = write(tmp_path, pad_token="<|im_end|>")
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<tool>": size + 1, "<|im_end|>": size}))
     ours = Tokenizer(tmp_path)
@@ -86,7 +88,7 @@ def test_tokens_of_older_checkpoints_stand_in_a_file_of_their_own(tmp_path: Path
 
 @pytest.mark.parametrize("field", ["additional_special_tokens", "extra_special_tokens"])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_special_tokens_that_are_only_listed(tmp_path: Path, field: str, mapped: bool) -> None:
+def test_listed_extra_special_tokens_are_matched_in_text(tmp_path: Path, field: str, mapped: bool) -> None:
     given = {field: ["<|im_start|>", "<|im_end|>"]}
     write(tmp_path, known=("<|im_start|>", "<|im_end|>"), **({} if mapped else given))
     if mapped:
@@ -95,7 +97,18 @@ def test_special_tokens_that_are_only_listed(tmp_path: Path, field: str, mapped:
     assert_as_transformers(tmp_path)
 
 
-def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
+def test_eos_tokens_named_only_in_text_config_are_read(tmp_path: Path) -> None:
+    """As of Llama 4, Qwen 3 VL and Qwen 3.5, where generation_config.json is missing: transformers goes by them, too."""
+    write(tmp_path)
+    fields: dict[str, Any] = {"text_config": {"eos_token_id": [5, 7]}}
+    for said, expected in ({}, (5, 7, 1)), ({"eos_token_id": None}, (5, 7, 1)), ({"eos_token_id": 6}, (6, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(fields | said))
+        assert Tokenizer(tmp_path).eos_ids == expected
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 8}))
+    assert Tokenizer(tmp_path).eos_ids == (8, 1)
+
+
+def test_vocabulary_token_named_as_eos_token_is_special(tmp_path: Path) -> None:
     size = write(tmp_path, known=("<|im_end|>",), eos_token="<|im_end|>")
     ours = Tokenizer(tmp_path)
     assert ours.encode("<|im_end|>") == [size - 1]
@@ -103,7 +116,7 @@ def test_a_named_token_of_the_vocabulary_is_special(tmp_path: Path) -> None:
     assert_as_transformers(tmp_path)
 
 
-def test_named_extra_tokens_are_variables_of_templates(tmp_path: Path) -> None:
+def test_named_extra_special_tokens_are_template_variables(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     source = "{{ bos_token }}{{ image_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -114,15 +127,15 @@ def test_named_extra_tokens_are_variables_of_templates(tmp_path: Path) -> None:
     assert_as_transformers(tmp_path)
 
 
-def test_a_token_whose_id_is_another_is_refused(tmp_path: Path) -> None:
+def test_added_token_with_a_contradicting_id_is_refused(tmp_path: Path) -> None:
     size = write(tmp_path)
-    write(tmp_path, added_tokens_decoder=listed(*BASE, (size + 7, "<tool>", False)))
+    write(tmp_path, added_tokens_decoder=added_tokens(*BASE, (size + 7, "<tool>", False)))
     with pytest.raises(Unusable, match=rf"'<tool>' the id {size + 7}, by tokenizer.json it would be {size}"):
         Tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("found", [[5], {"x": {"content": "y"}}, {"1": 5}, {"1": {"content": 5}}, 7])
-def test_a_list_of_another_kind_is_refused(tmp_path: Path, found: Any) -> None:
+def test_malformed_added_tokens_decoder_is_refused(tmp_path: Path, found: Any) -> None:
     write(tmp_path, added_tokens_decoder=found)
     with pytest.raises(Unusable, match="lists added tokens in a way of its own"):
         Tokenizer(tmp_path)
@@ -130,7 +143,9 @@ def test_a_list_of_another_kind_is_refused(tmp_path: Path, found: Any) -> None:
 
 @pytest.mark.parametrize("marks", ["", "b", "be"])
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
-def test_tokenizer_json_decides_what_begins_and_ends_a_text(tmp_path: Path, marks: str, flags: dict[str, bool]) -> None:
+def test_beginning_and_end_tokens_follow_tokenizer_json_and_not_its_config(
+    tmp_path: Path, marks: str, flags: dict[str, bool]
+) -> None:
     write(tmp_path, marks, **flags)
     assert_as_transformers(tmp_path)
 
@@ -151,7 +166,7 @@ def prepending(folder: Path, normalized: bool, **settings: Any) -> Tokenizer:
     return Tokenizer(folder)
 
 
-def test_special_tokens_are_found_where_the_normalizer_would_hide_them(tmp_path: Path) -> None:
+def test_special_tokens_are_matched_before_normalization(tmp_path: Path) -> None:
     """As in the first conversions of Llama 2: `</s><s>` between two turns would be letters, and `<s>` a part of answers."""
     found = prepending(tmp_path, normalized=True)
     text = "<s>[I]a</s><s>[I]b"
@@ -161,7 +176,7 @@ def test_special_tokens_are_found_where_the_normalizer_would_hide_them(tmp_path:
     assert [found.special_id(token) for token in ("<s>", "</s>")] == [0, 1]
 
 
-def test_special_tokens_of_the_settings_are_found_where_the_normalizer_would_hide_them(tmp_path: Path) -> None:
+def test_added_tokens_of_tokenizer_config_are_matched_before_normalization(tmp_path: Path) -> None:
     mark = {"content": "<sep>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": True, "special": True}
-    found = prepending(tmp_path, normalized=False, added_tokens_decoder={**listed(*BASE), "13": mark})
+    found = prepending(tmp_path, normalized=False, added_tokens_decoder={**added_tokens(*BASE), "13": mark})
     assert found.encode("a<sep>b<sep>").count(13) == 2

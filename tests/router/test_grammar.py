@@ -1,4 +1,4 @@
-"""Grammars are possible or refused at once, in words that say why; nobody waits while they are looked into."""
+"""Grammar checks: valid grammars are accepted, others refused with the reason; a slow check blocks neither router nor requests."""
 
 import asyncio
 import json
@@ -18,10 +18,14 @@ from penstock.router.request import Grammar, Overloaded, Refused
 from penstock.router.worker_processes import Busy, Died, TimedOut, WorkerProcesses
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
-LIST = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["next"]}
+OPTIONAL_NODE = {
+    "type": "object",
+    "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+    "required": ["next"],
+}
 pytestmark = pytest.mark.usefixtures("own_processes")
 
-ANSWER = b'["", 0.01, "regex", "a"]'  # of the other process: nothing is wrong
+ANSWER = b'["", 0.01, "regex", "a"]'  # of the worker process: the grammar is valid
 
 
 def special_id(name: str) -> int | None:
@@ -39,7 +43,7 @@ def run(test: Callable[[Grammars], Awaitable[None]]) -> None:
 
 @pytest.fixture(scope="module")
 def checked() -> Iterator[Callable[[Grammar], str]]:
-    """What is said about a grammar; "" if it is taken."""
+    """A function from a grammar to why it is refused, or "" if it is accepted."""
     grammars = Grammars(special_id)
     with asyncio.Runner() as runner:
 
@@ -64,11 +68,11 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-GOOD = [
+VALID = [
     json_object(),
     json_schema(True),
     json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}),
-    json_schema({"$defs": {"node": LIST}, "$ref": "#/$defs/node"}),
+    json_schema({"$defs": {"node": OPTIONAL_NODE}, "$ref": "#/$defs/node"}),
     lark('// %json {"$ref": "#"}\nstart: "a"'),
     json_schema({"$defs": {"node": NODE}, "type": "array", "items": {"$ref": "#/$defs/node"}}),
     json_schema({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
@@ -87,12 +91,12 @@ GOOD = [
 ]
 
 
-@pytest.mark.parametrize("grammar", GOOD, ids=range(len(GOOD)))
-def test_what_is_possible_is_taken(checked: Callable[[Grammar], str], grammar: Grammar) -> None:
+@pytest.mark.parametrize("grammar", VALID, ids=range(len(VALID)))
+def test_valid_grammar_is_accepted(checked: Callable[[Grammar], str], grammar: Grammar) -> None:
     assert checked(grammar) == ""
 
 
-BAD = [
+INVALID = [
     (
         lark(f'start: "a" (b | c)\nb: "%json "\nc: %json {json.dumps({"$defs": {"node": NODE}, "$ref": "#/$defs/node"})}'),
         "without end",
@@ -142,19 +146,19 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("grammar", "said"), BAD, ids=range(len(BAD)))
-def test_what_is_impossible_is_refused_with_the_reason(checked: Callable[[Grammar], str], grammar: Grammar, said: str) -> None:
+@pytest.mark.parametrize(("grammar", "reason"), INVALID, ids=range(len(INVALID)))
+def test_invalid_grammar_is_refused_with_the_reason(checked: Callable[[Grammar], str], grammar: Grammar, reason: str) -> None:
     message = checked(grammar)
-    assert said in message
+    assert reason in message
     assert "\n" not in message
     assert len(message) < 600
 
 
-def test_what_is_too_large_after_its_first_byte_is_refused_by_the_fastest_machine() -> None:
+def test_regex_that_exceeds_the_expression_limit_is_refused_by_the_compiler() -> None:
     assert "too many expressions" in problem(regex("(a{60000}){60000}"))
 
 
-HOSTILE = [
+EXPENSIVE = [
     rules("root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000),
     rules("root ::= " + "(" * 60_000),
     rules("root ::= " + "x " * 30_000 + "\nx ::= x x | "),
@@ -181,60 +185,60 @@ HOSTILE = [
 ]
 
 
-def test_whatever_comes_nobody_waits() -> None:
-    """Each is answered within a second or little more, the event loop runs meanwhile, and what comes after them is taken."""
+def test_expensive_grammars_block_neither_the_event_loop_nor_later_grammars() -> None:
+    """Each is answered within a second or little more, the event loop runs meanwhile, and a grammar after them is accepted."""
 
     async def test(grammars: Grammars) -> None:
-        beats = 0
+        ticks = 0
 
-        async def beat() -> None:
-            nonlocal beats
+        async def count_ticks() -> None:
+            nonlocal ticks
             while True:
                 await asyncio.sleep(0.005)
-                beats += 1
+                ticks += 1
 
-        beating = asyncio.create_task(beat())
-        for grammar in HOSTILE:
-            began = time.perf_counter()
+        ticker = asyncio.create_task(count_ticks())
+        for grammar in EXPENSIVE:
+            start = time.perf_counter()
             with suppress(Refused, Overloaded):
                 await grammars.check(grammar)
-            assert time.perf_counter() - began < module.MOST_SECONDS + 9
-        beating.cancel()
-        assert beats > 50
+            assert time.perf_counter() - start < module.MOST_SECONDS + 9
+        ticker.cancel()
+        assert ticks > 50
         await grammars.check(json_object())
 
     run(test)
 
 
-def answering(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], Awaitable[bytes]]) -> None:
-    """Instead of other processes; told which job of this test it is."""
-    asked = count()
+def replace_workers(monkeypatch: pytest.MonkeyPatch, answer: Callable[[int], Awaitable[bytes]]) -> None:
+    """Lets `answer` take the worker processes' place; it is called with the number of the job, from 0."""
+    job_numbers = count()
 
     async def ask(self: WorkerProcesses, job: bytes, seconds: float, patience: float | None = None) -> bytes:
-        return await answer(next(asked))
+        return await answer(next(job_numbers))
 
     monkeypatch.setattr(WorkerProcesses, "ask", ask)
 
 
 @pytest.mark.parametrize("index", ["²", "1" * 5000, "99999999999"])
-def test_a_reference_to_no_index_is_no_fault_of_ours(index: str) -> None:
-    """Digits that are none, or more than Python reads."""
-    said = problem(json_schema({"$ref": f"#/anyOf/{index}", "anyOf": [{}]}))
-    assert said.startswith(("Invalid URI reference", "Failed to parse array index", "Pointer")), said
+def test_reference_with_an_invalid_array_index_is_refused_with_a_reason(index: str) -> None:
+    """Digits that are not decimal, or too many for Python's int."""
+    message = problem(json_schema({"$ref": f"#/anyOf/{index}", "anyOf": [{}]}))
+    assert message.startswith(("Invalid URI reference", "Failed to parse array index", "Pointer")), message
 
 
-def test_what_multiplies_is_refused(checked: Callable[[Grammar], str]) -> None:
-    """The library gives up after 0.3 to 0.7 s, and has 0.5: which of both comes first is the machine's affair."""
+def test_grammar_with_multiplied_repetitions_is_refused(checked: Callable[[Grammar], str]) -> None:
+    """llguidance gives up after 0.3 to 0.7 s, and the time limit is 0.5: either reason may come first."""
     message = checked(rules('root ::= ("a"{9000}){9000}'))
     assert "to compile; make it simpler" in message or "not possible: lexer error: too many expressions" in message
 
 
-def test_what_takes_too_much_work_is_refused_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes: its process says so, and ends."""
+def test_grammar_that_exceeds_the_work_limit_is_refused_and_the_refusal_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the time limit: the worker process says so, and ends."""
     monkeypatch.setattr(module, "MOST_SECONDS", 60.0)
 
     async def test(grammars: Grammars) -> None:
-        slow = lark("start: A\nA: " + " & ".join(f"/(.*a.{{{9 + n}}}b.*)/" for n in range(24)))  # some 40 s, if it may
+        slow = lark("start: A\nA: " + " & ".join(f"/(.*a.{{{9 + n}}}b.*)/" for n in range(24)))  # some 40 s without a limit
         for _ in range(2):
             with pytest.raises(Refused, match="to compile; make it simpler"):
                 await grammars.check(slow)
@@ -244,15 +248,15 @@ def test_what_takes_too_much_work_is_refused_and_remembered(monkeypatch: pytest.
     run(test)
 
 
-def test_who_is_not_answered_in_time_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine says nothing of a grammar; what is found in the end is remembered."""
+def test_time_limit_refuses_a_request_and_caches_the_result_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a check that is late says nothing about the grammar."""
     monkeypatch.setattr(module, "MOST_SECONDS", 0.05)
 
-    async def slowly(job: int) -> bytes:
+    async def answer_slowly(job: int) -> bytes:
         await asyncio.sleep(0.3)
         return ANSWER
 
-    answering(monkeypatch, slowly)
+    replace_workers(monkeypatch, answer_slowly)
 
     async def test(grammars: Grammars) -> None:
         with pytest.raises(Refused, match="to compile; make it simpler"):
@@ -264,70 +268,70 @@ def test_who_is_not_answered_in_time_is_told_to_come_again(monkeypatch: pytest.M
     run(test)
 
 
-def test_who_leaves_when_the_answer_comes_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as nothing was said, whatever else happens in these turns of the event loop."""
-    answers = asyncio.Event()
+def test_cancelling_a_check_just_before_its_result_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is done already, whatever else happens in these turns of the event loop."""
+    released = asyncio.Event()
 
-    async def told(job: int) -> bytes:
-        await answers.wait()
+    async def wait_for_release(job: int) -> bytes:
+        await released.wait()
         return ANSWER
 
-    answering(monkeypatch, told)
+    replace_workers(monkeypatch, wait_for_release)
 
     async def test(grammars: Grammars) -> None:
-        answers.set()
+        released.set()
         await grammars.check(regex("b"))
         for turns in range(8):
-            answers.clear()
+            released.clear()
             task = asyncio.create_task(grammars.check(regex("a" * (turns + 1))))
             await asyncio.sleep(0.01)
-            answers.set()
+            released.set()
             for _ in range(turns):
                 await asyncio.sleep(0)
-            said = task.done()
+            done = task.done()
             task.cancel()
             await asyncio.wait([task])
-            assert task.cancelled() or said, turns
+            assert task.cancelled() or done, turns
 
     run(test)
 
 
-def test_what_ends_its_processes_is_refused_and_believed_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    forgets: list[Callable[[], None]] = []
-    later = asyncio.BaseEventLoop.call_later
+def test_grammar_that_kills_its_worker_is_refused_and_retried_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    expirations: list[Callable[[], None]] = []
+    original = asyncio.BaseEventLoop.call_later
 
-    def call_later(loop: Any, seconds: float, do: Any, *given: Any, **more: Any) -> Any:
+    def call_later(loop: Any, seconds: float, callback: Any, *arguments: Any, **options: Any) -> Any:
         if seconds == module.DOUBT:
-            forgets.append(partial(do, *given))
-        return later(loop, seconds, do, *given, **more)
+            expirations.append(partial(callback, *arguments))
+        return original(loop, seconds, callback, *arguments, **options)
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", call_later)
 
-    async def fails(job: int) -> bytes:
+    async def die_once(job: int) -> bytes:
         if job < 1:
             raise Died
         return ANSWER
 
-    answering(monkeypatch, fails)
+    replace_workers(monkeypatch, die_once)
 
     async def test(grammars: Grammars) -> None:
         for _ in range(2):
             with pytest.raises(Refused, match="the library that compiles grammars fails for it"):
                 await grammars.check(regex("a"))
-        [forget] = forgets  # when the while is over
-        forget()
+        [expire] = expirations  # of the cached refusal
+        expire()
         await grammars.check(regex("a"))
 
     run(test)
 
 
-def test_what_never_ends_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def stands(job: int) -> bytes:
+def test_worker_timeout_is_an_overload_and_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def time_out_once(job: int) -> bytes:
         if not job:
             raise TimedOut
         return ANSWER
 
-    answering(monkeypatch, stands)
+    replace_workers(monkeypatch, time_out_once)
 
     async def test(grammars: Grammars) -> None:
         with pytest.raises(Overloaded):
@@ -337,13 +341,13 @@ def test_what_never_ends_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
-def test_who_comes_when_all_processes_are_busy_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_workers_are_an_overload_and_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     async def busy_once(job: int) -> bytes:
         if not job:
             raise Busy
         return ANSWER
 
-    answering(monkeypatch, busy_once)
+    replace_workers(monkeypatch, busy_once)
 
     async def test(grammars: Grammars) -> None:
         with pytest.raises(Overloaded):
@@ -354,25 +358,25 @@ def test_who_comes_when_all_processes_are_busy_is_told_to_come_again(monkeypatch
     run(test)
 
 
-DEEP = "start: r0\n" + "\n".join(f"r{depth}: r{depth + 1}" for depth in range(3000)) + '\nr3000: "a"'
-FATAL = [
+DEEP_LARK = "start: r0\n" + "\n".join(f"r{depth}: r{depth + 1}" for depth in range(3000)) + '\nr3000: "a"'
+CRASHING = [
     json_schema({"const": -(2**63)}),
     json_schema({"type": "object", "properties": {"a": {"enum": [-(2**63), 2]}}, "required": ["a"]}),
     json_schema({"type": "integer", "minimum": -(10**25), "maximum": -(10**24)}),
     lark(f'start: %json {{"const": {-(2**63)}}}'),
-    lark(DEEP),
+    lark(DEEP_LARK),
 ]
 
 
-@pytest.mark.parametrize("grammar", FATAL, ids=range(len(FATAL)))
-def test_what_crashes_llguidance_is_refused(checked: Callable[[Grammar], str], grammar: Grammar) -> None:
-    """1.9.1 does for some integers of 64 bits, and when its stack ends."""
+@pytest.mark.parametrize("grammar", CRASHING, ids=range(len(CRASHING)))
+def test_grammar_that_crashes_llguidance_is_refused(checked: Callable[[Grammar], str], grammar: Grammar) -> None:
+    """llguidance 1.9.1 crashes for some 64-bit integers, and on stack overflow."""
     assert "`grammar` is not possible" in checked(grammar)
     assert checked(json_object()) == ""
 
 
-def test_the_bounds_of_integers_of_64_bits_are_taken(checked: Callable[[Grammar], str]) -> None:
-    """As generators of schemas write them. llguidance can't go that far down: what it allows is a little less."""
+def test_bounds_at_the_limits_of_64_bit_integers_are_accepted(checked: Callable[[Grammar], str]) -> None:
+    """Schema generators write them. llguidance can't handle the lowest: the grammar allows slightly less."""
     grammar = json_schema({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1})
     assert checked(grammar) == ""
     assert -(2**63) < json.loads(grammar.source)["minimum"] < -(2**63) + 2048
@@ -404,26 +408,26 @@ def allows(grammar: Grammar, text: str) -> bool:
     ],
     ids=str,
 )
-def test_bounds_of_numbers_are_kept(
+def test_exclusive_and_extreme_bounds_of_numbers_are_enforced(
     checked: Callable[[Grammar], str], bounds: dict[str, float], valid: list[str], invalid: list[str]
 ) -> None:
-    """llguidance 1.9.1 lets some numbers through that stand at an exclusive bound, and has no place for some that are far away."""
+    """llguidance 1.9.1 alone allows some numbers equal to an exclusive bound, and can't represent some bounds that are far away."""
     grammar = json_schema({"type": "number", **bounds})
     assert checked(grammar) == ""
     assert [text for text in valid + invalid if allows(grammar, text)] == valid
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize(("least", "most"), [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
-def test_long_bounds_of_integers_let_nothing_through_beyond_them(
-    checked: Callable[[Grammar], str], least: str, most: str, sign: int
+@pytest.mark.parametrize(("lower_keyword", "upper_keyword"), [("minimum", "maximum"), ("exclusiveMinimum", "exclusiveMaximum")])
+def test_integer_bounds_beyond_53_bits_allow_nothing_outside(
+    checked: Callable[[Grammar], str], lower_keyword: str, upper_keyword: str, sign: int
 ) -> None:
-    """llguidance has them as floats, of which none is between these and the next number that is one, inside or outside."""
+    """llguidance holds them as floats, which lie inside or outside of such a bound, but not on it."""
     for low, high in ((2**53, 2**54), (2**60 + 1, 2**61 + 300), (2**60 + 200, 2**62), (2**53 + 1, 2**53 + 7), (2**62, 2**63 - 1)):
         first, last = sorted((sign * low, sign * high))
-        grammar = json_schema({"type": "integer", least: first, most: last})
+        grammar = json_schema({"type": "integer", lower_keyword: first, upper_keyword: last})
         assert checked(grammar) == ""
-        exclusive = least != "minimum"
+        exclusive = lower_keyword != "minimum"
         around = [
             number
             for bound in (first, last)
@@ -435,7 +439,7 @@ def test_long_bounds_of_integers_let_nothing_through_beyond_them(
         assert all(first + exclusive <= number <= last - exclusive for number in allowed)
 
 
-def test_bounds_that_are_divided_again_and_again_take_no_time() -> None:
+def test_bounds_of_deeply_nested_all_of_are_merged_quickly() -> None:
     schema: dict[str, Any] = {}
     for _ in range(300):
         schema = {"allOf": [schema]}
@@ -444,20 +448,20 @@ def test_bounds_that_are_divided_again_and_again_take_no_time() -> None:
     assert time.thread_time() - start < 9
 
 
-def test_bounds_that_nothing_keeps_are_refused(checked: Callable[[Grammar], str]) -> None:
+def test_unsatisfiable_bounds_are_refused(checked: Callable[[Grammar], str]) -> None:
     for bounds in ({"exclusiveMinimum": 10**400, "maximum": 5}, {"exclusiveMaximum": -(10**400), "minimum": 5}):
         assert "`grammar` is not possible" in checked(json_schema({"type": "number", **bounds}))
 
 
 @pytest.mark.parametrize("kind", ["integer", "number", "string", None])
-def test_bounds_that_are_no_numbers_are_left_alone(kind: str | None) -> None:
-    """Drafts of JSON Schema before the sixth have booleans there."""
+def test_bounds_that_are_no_numbers_are_left_unchanged(kind: str | None) -> None:
+    """Drafts of JSON Schema before draft 6 have booleans there."""
     schema = {"type": kind, "exclusiveMinimum": False, "maximum": "x", "minimum": None, "exclusiveMaximum": 0.5}
     assert json.loads(json_schema(schema).source) == schema
 
 
 @pytest.mark.parametrize(
-    ("schema", "said"),
+    ("schema", "reason"),
     [
         ({"enum": [1, 1234567890123456789]}, "1234567890123456789 can't be kept to its last digit: write it as a string"),
         ({"properties": {"const": {"const": {"a": [-(2**53) - 1]}}}}, "-9007199254740993 can't be kept"),
@@ -469,14 +473,16 @@ def test_bounds_that_are_no_numbers_are_left_alone(kind: str | None) -> None:
     ],
     ids=str,
 )
-def test_integers_that_lose_digits_are_refused(checked: Callable[[Grammar], str], schema: dict[str, Any], said: str) -> None:
-    """Instead of them llguidance 1.9.1 would write others."""
-    assert said in checked(json_schema(schema))
-    assert said in checked(lark(f"start: %json {json.dumps(schema)}"))
+def test_constant_or_bound_that_a_float_cannot_hold_exactly_is_refused(
+    checked: Callable[[Grammar], str], schema: dict[str, Any], reason: str
+) -> None:
+    """llguidance 1.9.1 would generate another integer."""
+    assert reason in checked(json_schema(schema))
+    assert reason in checked(lark(f"start: %json {json.dumps(schema)}"))
     assert checked(json_schema({"enum": [2**53, -(2**53)], "default": 2**60})) == ""
 
 
-def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_is_compiled_once_until_evicted_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(grammars: Grammars) -> None:
         for _ in range(3):
             await asyncio.gather(grammars.check(regex("ab")), grammars.check(regex("ab")))
@@ -490,7 +496,7 @@ def test_a_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_grammars_are_bounded_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT_CHARACTERS", 100)
 
     async def test(grammars: Grammars) -> None:
@@ -502,15 +508,15 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     run(test)
 
 
-def test_who_speaks_of_properties_means_an_object() -> None:
-    """As text-generation-inference reads it, whose clients leave the type out; nothing else is changed."""
+def test_schema_with_properties_but_no_type_is_an_object() -> None:
+    """As in text-generation-inference, whose clients omit the type; nothing else is changed."""
     given = {
         "properties": {"a": {"properties": {"b": {}}}, "properties": {"enum": [{"properties": {}}]}, "c": {"$ref": "#/$defs/d"}},
         "$defs": {"d": {"properties": {}}, "e": {"type": ["object", "null"], "properties": {}}},
         "anyOf": [{"required": ["a"]}, {"properties": {"x": True}}],
         "items": {"properties": {}},
     }
-    meant = {
+    expected = {
         "type": "object",
         "properties": {
             "a": {"type": "object", "properties": {"b": {}}},
@@ -521,17 +527,17 @@ def test_who_speaks_of_properties_means_an_object() -> None:
         "anyOf": [{"required": ["a"]}, {"type": "object", "properties": {"x": True}}],
         "items": {"type": "object", "properties": {}},
     }
-    assert json.loads(json_schema(given).source) == meant
-    assert json.loads(json_schema(meant).source) == meant
-    assert [json.loads(json_schema(same).source) for same in ({"const": 1}, {"type": "array"}, False)] == [
+    assert json.loads(json_schema(given).source) == expected
+    assert json.loads(json_schema(expected).source) == expected
+    assert [json.loads(json_schema(unchanged).source) for unchanged in ({"const": 1}, {"type": "array"}, False)] == [
         {"const": 1},
         {"type": "array"},
         False,
     ]
 
 
-def test_objects_have_the_properties_that_are_named_and_no_others(checked: Callable[[Grammar], str]) -> None:
-    """As with text-generation-inference and vLLM, unless the schema says something of others."""
+def test_additional_properties_are_forbidden_by_default(checked: Callable[[Grammar], str]) -> None:
+    """As in text-generation-inference and vLLM, unless the schema says otherwise."""
     inner = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
     schema = {
         "type": "object",
@@ -554,7 +560,7 @@ def test_objects_have_the_properties_that_are_named_and_no_others(checked: Calla
 
 
 @pytest.mark.parametrize(
-    "more",
+    "keywords",
     [
         {"additionalProperties": True},
         {"additionalProperties": {"type": "integer"}},
@@ -566,26 +572,31 @@ def test_objects_have_the_properties_that_are_named_and_no_others(checked: Calla
         {"$ref": "#/$defs/other", "$defs": {"other": {"properties": {"z": {}}}}},
     ],
 )
-def test_objects_that_may_have_others_stay_open(more: dict[str, Any]) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **more}
+def test_object_that_needs_or_allows_other_properties_stays_open(keywords: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, **keywords}
     found = json.loads(json_schema(schema).source)
-    assert found.get("additionalProperties", "nothing") == more.get("additionalProperties", "nothing")
+    assert found.get("additionalProperties", "nothing") == keywords.get("additionalProperties", "nothing")
     assert "False" not in str(found.get("allOf", found.get("anyOf", found.get("$defs"))))
 
 
-def test_alternatives_of_one_object_stay_open(checked: Callable[[Grammar], str]) -> None:
-    """What is in the first here is in the second, too, if that is open: then it validates as neither."""
-    parts = [{"type": "object", "properties": {name: {}}, "required": [name][:needed]} for name, needed in (("a", 1), ("b", 0))]
+def test_one_of_alternatives_stay_open_and_any_of_alternatives_are_closed(checked: Callable[[Grammar], str]) -> None:
+    """What the first of these allows, the second allows too while it is open: then it is valid for `oneOf` no more."""
+    parts = [
+        {"type": "object", "properties": {name: {}}, "required": [name][:required_count]}
+        for name, required_count in (("a", 1), ("b", 0))
+    ]
     given = json_schema({"oneOf": parts})
     assert json.loads(given.source) == {"oneOf": parts}
     assert "oneOf" in checked(given)
-    either = json.loads(json_schema({"anyOf": parts}).source)
-    assert all(part["additionalProperties"] is False for part in either["anyOf"])
+    any_of = json.loads(json_schema({"anyOf": parts}).source)
+    assert all(part["additionalProperties"] is False for part in any_of["anyOf"])
 
 
 @pytest.mark.parametrize("names", [{"type": "string"}, {}, True])
-def test_names_that_may_be_any_are_nobodys_affair(checked: Callable[[Grammar], str], names: object) -> None:
-    """As zod writes records, within Claude Code's tools. Names that are bound are refused, as llguidance does."""
+def test_property_names_that_allow_any_name_are_dropped_and_others_refused(
+    checked: Callable[[Grammar], str], names: object
+) -> None:
+    """zod writes records so, within Claude Code's tools. llguidance refuses names that are constrained."""
     record = {"type": "object", "propertyNames": names, "additionalProperties": {"propertyNames": names}}
     given = json_schema({"properties": {"metadata": record, "propertyNames": {"const": 1}}})
     assert "propertyNames" not in str(json.loads(given.source)["properties"]["metadata"])
@@ -594,7 +605,7 @@ def test_names_that_may_be_any_are_nobodys_affair(checked: Callable[[Grammar], s
     assert "propertyNames" in checked(json_schema({"type": "object", "propertyNames": {"pattern": "a"}}))
 
 
-def test_what_is_nested_too_deeply_is_refused() -> None:
+def test_too_deeply_nested_schema_is_refused() -> None:
     schema: dict[str, object] = {}
     for _ in range(5_000):
         schema = {"items": schema}
@@ -603,8 +614,8 @@ def test_what_is_nested_too_deeply_is_refused() -> None:
 
 
 @pytest.mark.parametrize("part", [{}, [], "é", 1, {"a": {"b": []}}, {"": [{}, [""]]}, ["x", ["y", {}]]])
-def test_the_size_of_a_schema_is_known_before_anything_is_done_with_it(part: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last character; and what is done takes long for each of its parts."""
+def test_size_limit_of_a_schema_is_exact_and_checked_before_any_other_work(part: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All other work takes long for each part of a schema."""
     schema = {
         "enum": [part] * (module.MOST_CHARACTERS // (1 + len(json.dumps(part, ensure_ascii=False, separators=(",", ":")))) - 9)
     }
@@ -616,39 +627,38 @@ def test_the_size_of_a_schema_is_known_before_anything_is_done_with_it(part: obj
         json_schema(schema)
 
 
-def test_little_of_a_large_schema_is_looked_at() -> None:
-    class Watched(list[object]):
+def test_size_check_stops_at_the_limit_without_reading_the_rest() -> None:
+    class RecordingList(list[object]):
         def __len__(self) -> int:
             return 1 << 30
 
         def __iter__(self) -> Iterator[object]:
-            seen.append(self)
+            lists_read.append(self)
             return super().__iter__()
 
-    seen: list[object] = []
-    assert module.too_large({"anyOf": [[0] * module.MOST_CHARACTERS, *[Watched()] * 1000]})
-    assert len(seen) <= 1
+    lists_read: list[object] = []
+    assert module.too_large({"anyOf": [[0] * module.MOST_CHARACTERS, *[RecordingList()] * 1000]})
+    assert len(lists_read) <= 1
 
 
-def test_a_schema_says_how_white_space_may_look() -> None:
-    """It is in the grammar that is sent, unless the schema says it itself."""
-    [ours] = json.loads(written(json_object()))["grammars"]
-    assert ours["json_schema"]["x-guidance"]["whitespace_pattern"] == module.WHITESPACE
-    [theirs] = json.loads(written(json_schema({"x-guidance": {"whitespace_pattern": "x"}})))["grammars"]
-    assert theirs["json_schema"]["x-guidance"]["whitespace_pattern"] == "x"
+def test_white_space_pattern_is_added_unless_the_schema_has_one() -> None:
+    [default] = json.loads(written(json_object()))["grammars"]
+    assert default["json_schema"]["x-guidance"]["whitespace_pattern"] == module.WHITESPACE
+    [own] = json.loads(written(json_schema({"x-guidance": {"whitespace_pattern": "x"}})))["grammars"]
+    assert own["json_schema"]["x-guidance"]["whitespace_pattern"] == "x"
 
 
-def test_a_token_may_be_named_by_its_id() -> None:
-    """As forced calls name those of DeepSeek V3.2 and MiniMax M3, whose texts are not between < and >."""
-    named = lark('start: "a" <[128825]> "b" <[128825]>')
+def test_grammar_may_name_added_tokens_by_id_and_unknown_ids_are_refused() -> None:
+    """Forced calls name tokens of DeepSeek V3.2 and MiniMax M3 so, whose texts are not between < and >."""
+    by_id = lark('start: "a" <[128825]> "b" <[128825]>')
 
     async def main() -> None:
         for is_added in (lambda id: id == 128825, lambda id: False):
             grammars = Grammars(special_id, is_added)
             if is_added(128825):
-                assert await grammars.check(named) == named
+                assert await grammars.check(by_id) == by_id
             else:
                 with pytest.raises(Refused, match="128825"):
-                    await grammars.check(named)
+                    await grammars.check(by_id)
 
     asyncio.run(main())

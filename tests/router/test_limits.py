@@ -1,4 +1,4 @@
-"""What a request may ask at most, whichever route it takes: refused by name, at once, before anything is made of it."""
+"""Upper limits of request parameters on all routes: exceeding one is refused quickly, by name, before any work is done."""
 
 import time
 from typing import Any
@@ -30,7 +30,7 @@ def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **fields}
 
 
-ASKED = [
+EXCESSIVE = [
     ("best_of", tgi(best_of=HUGE, do_sample=True)),
     ("best_of", tgi(best_of=17, do_sample=True)),
     ("num_beams", tgi(num_beams=HUGE)),
@@ -62,15 +62,15 @@ ASKED = [
 
 
 @pytest.mark.parametrize(
-    "place", range(len(ASKED)), ids=[f"{path} {name} {place}" for place, (name, (path, _)) in enumerate(ASKED)]
+    "index", range(len(EXCESSIVE)), ids=[f"{path} {name} {index}" for index, (name, (path, _)) in enumerate(EXCESSIVE)]
 )
-def test_too_much_is_refused_by_name_and_at_once(tokenizer: Tokenizer, place: int) -> None:
-    name, (path, body) = ASKED[place]
+def test_excessive_parameter_is_refused_quickly_and_by_name(tokenizer: Tokenizer, index: int) -> None:
+    name, (path, body) = EXCESSIVE[index]
 
     async def test(server: Server) -> None:
-        began = time.process_time()  # ours and the server's, whatever else keeps the machine busy
+        start = time.process_time()  # of test and server, however busy the machine is
         status, answer, _ = await server.post(path, body)
-        assert time.process_time() - began < 2
+        assert time.process_time() - start < 2
         assert 400 <= status < 500, answer
         assert name in str(answer)
         assert server.batcher.requests == []

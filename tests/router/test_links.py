@@ -1,4 +1,4 @@
-"""Images by URL: what is fetched, from whom, and what is not."""
+"""Images by URL: allowed hosts, redirects, private addresses (SSRF), limits, and data: URLs."""
 
 import asyncio
 import base64
@@ -18,11 +18,11 @@ Get = Callable[..., Awaitable[bytes]]
 
 
 def serving(test: Callable[[int, Get], Awaitable[None]], **settings: Any) -> list[web.Request]:
-    """Runs a test with a server of images at 127.0.0.1, and what gets one from a URL. Returns what that server was asked."""
-    asked: list[web.Request] = []
+    """Runs a test with an image server at 127.0.0.1 and a function that loads a URL. Returns the requests to that server."""
+    requests: list[web.Request] = []
 
-    async def answer(http: web.Request) -> web.StreamResponse:
-        asked.append(http)
+    async def handler(http: web.Request) -> web.StreamResponse:
+        requests.append(http)
         match http.path:
             case "/image":
                 return web.Response(body=DATA)
@@ -48,7 +48,7 @@ def serving(test: Callable[[int, Get], Awaitable[None]], **settings: Any) -> lis
 
     async def run() -> None:
         app = web.Application()
-        app.router.add_get("/{path:.*}", answer)
+        app.router.add_get("/{path:.*}", handler)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -69,10 +69,11 @@ def serving(test: Callable[[int, Get], Awaitable[None]], **settings: Any) -> lis
             await runner.cleanup()
 
     asyncio.run(run())
-    return asked
+    return requests
 
 
-async def refused(getting: Awaitable[bytes]) -> str:
+async def refusal(getting: Awaitable[bytes]) -> str:
+    """Awaits a load that must be refused; returns the message, which must not contain the query."""
     with pytest.raises(Refused) as error:
         await getting
     assert error.value.parameter == "inputs"
@@ -80,29 +81,29 @@ async def refused(getting: Awaitable[bytes]) -> str:
     return str(error.value)
 
 
-def test_a_named_host_is_asked() -> None:
+def test_image_of_an_allowed_host_is_fetched_with_few_headers_and_redirects() -> None:
     async def test(port: int, get: Get) -> None:
         assert await get(f"http://127.0.0.1:{port}/image?secret") == DATA
         assert await get(f"HTTP://127.0.0.1:{port}/to?url=/to?url=http://127.0.0.1:{port}/image") == DATA
 
-    asked = serving(test)
-    assert {name for http in asked for name in http.headers} == {"Host", "Connection", "Accept", "Accept-Encoding", "User-Agent"}
-    assert len(asked) == 4
+    requests = serving(test)
+    assert {name for http in requests for name in http.headers} == {"Host", "Connection", "Accept", "Accept-Encoding", "User-Agent"}
+    assert len(requests) == 4
 
 
-def test_hosts_are_named_with_or_without_a_port() -> None:
+def test_image_hosts_match_with_or_without_a_port_also_after_redirects() -> None:
     async def test(port: int, get: Get) -> None:
         assert await get(f"http://localhost:{port}/image") == DATA
-        assert "none of the hosts" in await refused(get(f"http://127.0.0.1:{port}/image"))
-        assert "none of the hosts" in await refused(get(f"http://localhost:{port}/to?url=http://127.0.0.1:{port}/image"))
-        assert "none of the hosts" in await refused(get("http://elsewhere:80/image"))
-        assert "can't be reached" in await refused(get("http://elsewhere:1/image?secret"))
+        assert "none of the hosts" in await refusal(get(f"http://127.0.0.1:{port}/image"))
+        assert "none of the hosts" in await refusal(get(f"http://localhost:{port}/to?url=http://127.0.0.1:{port}/image"))
+        assert "none of the hosts" in await refusal(get("http://elsewhere:80/image"))
+        assert "can't be reached" in await refusal(get("http://elsewhere:1/image?secret"))
 
     assert [http.path for http in serving(test, image_hosts="LocalHost, elsewhere:1")] == ["/image", "/to"]
 
 
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("path", "reason"),
     [
         ("gone?secret", "it answers 404"),
         ("large?secret", "it has more than 4000 bytes (--payload-limit)"),
@@ -114,11 +115,11 @@ def test_hosts_are_named_with_or_without_a_port() -> None:
         ("to?url=http://:1", "that is no URL, or it redirects to what is none"),
     ],
 )
-def test_a_failure_is_told_without_the_query(monkeypatch: pytest.MonkeyPatch, path: str, why: str) -> None:
+def test_failed_fetch_is_refused_with_the_reason_without_the_query(monkeypatch: pytest.MonkeyPatch, path: str, reason: str) -> None:
     monkeypatch.setattr(module, "SECONDS", 0.5)
 
     async def test(port: int, get: Get) -> None:
-        assert await refused(get(f"http://127.0.0.1:{port}/{path}")) == f"image 1 can't be had from 127.0.0.1: {why}"
+        assert await refusal(get(f"http://127.0.0.1:{port}/{path}")) == f"image 1 can't be had from 127.0.0.1: {reason}"
 
     serving(test)
 
@@ -143,22 +144,22 @@ def test_a_failure_is_told_without_the_query(monkeypatch: pytest.MonkeyPatch, pa
         *("https://localhost:{}/image", "http://１２７.0.0.1:{}/image"),
     ],
 )
-def test_no_private_address_is_asked(url: str) -> None:
+def test_private_address_is_never_contacted(url: str) -> None:
     async def test(port: int, get: Get) -> None:
-        message = await refused(get(url.format(port)))
+        message = await refusal(get(url.format(port)))
         assert "it can't be reached at a public address" in message or "that is no URL" in message
 
     assert serving(test, image_hosts="public") == []
 
 
-def test_no_redirect_leads_to_a_private_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirect_to_a_private_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_public", lambda address: address == "127.0.0.1")
 
     async def test(port: int, get: Get) -> None:
         assert await get(f"http://127.0.0.1:{port}/to?url=/image") == DATA
         for other in (f"http://127.0.0.2:{port}/image", f"http://[::1]:{port}/image", "http://169.254.169.254/latest"):
-            assert "it can't be reached at a public address" in await refused(get(f"http://127.0.0.1:{port}/to?url={other}"))
-        message = await refused(get(f"http://127.0.0.1:{port}/to?url=file:///etc/passwd"))
+            assert "it can't be reached at a public address" in await refusal(get(f"http://127.0.0.1:{port}/to?url={other}"))
+        message = await refusal(get(f"http://127.0.0.1:{port}/to?url=file:///etc/passwd"))
         assert message == "image 1 is redirected to a URL that is none of http or https"
 
     assert [http.path for http in serving(test, image_hosts="public")] == ["/to", "/image", "/to", "/to", "/to", "/to"]
@@ -189,34 +190,34 @@ def test_no_redirect_leads_to_a_private_address(monkeypatch: pytest.MonkeyPatch)
         ),
     ],
 )
-def test_public_addresses(address: str, public: bool) -> None:
+def test_is_public_classifies_addresses(address: str, public: bool) -> None:
     assert is_public(address) == public
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://x/y", "gopher://x", "x.png", "", "http://", "//x/y", "http:x"])
 @pytest.mark.parametrize("hosts", ["public", "none", "x"])
-def test_other_kinds_of_urls_are_refused(url: str, hosts: str) -> None:
+def test_other_schemes_and_malformed_urls_are_refused(url: str, hosts: str) -> None:
     async def test(port: int, get: Get) -> None:
-        message = await refused(get(url))
+        message = await refusal(get(url))
         assert message in ("image 1 must be a URL that begins with data:, http:// or https://", "image 1 has a URL that is none")
 
     assert serving(test, image_hosts=hosts) == []
 
 
-def test_nobody_may_be_asked() -> None:
+def test_image_hosts_none_allows_only_data_urls() -> None:
     async def test(port: int, get: Get) -> None:
-        assert "the server fetches none (--image-hosts none)" in await refused(get(f"http://127.0.0.1:{port}/image"))
+        assert "the server fetches none (--image-hosts none)" in await refusal(get(f"http://127.0.0.1:{port}/image"))
         assert await get("data:image/png;base64," + base64.b64encode(DATA).decode()) == DATA
 
     assert serving(test, image_hosts="none") == []
 
 
-def test_what_is_fetched_is_bounded_together() -> None:
+def test_payload_limit_total_bounds_fetched_images_together() -> None:
     async def test(port: int, get: Get) -> None:
         assert await get(f"http://127.0.0.1:{port}/image") == DATA
         with pytest.raises(Overloaded):
             await get(f"http://127.0.0.1:{port}/large")
-        assert await get(f"http://127.0.0.1:{port}/image") == DATA  # nothing is held any more
+        assert await get(f"http://127.0.0.1:{port}/image") == DATA  # the failed load released its bytes
 
     serving(test, payload_limit_total=2000)
 
@@ -226,12 +227,12 @@ def test_what_is_fetched_is_bounded_together() -> None:
     [
         ("data:image/png;base64,AAEC", b"\0\1\2"),
         ("DATA:image/JPEG;charset=x;BASE64,AAE=", b"\0\1"),
-        ("data:image/png;base64,AAE", b"\0\1"),  # some leave the end out
+        ("data:image/png;base64,AAE", b"\0\1"),  # some clients omit the padding
         ("data:image/png;base64,AA\r\nEC\n", b"\0\1\2"),
         ("data:image/png;base64,", b""),
     ],
 )
-def test_data(url: str, found: bytes) -> None:
+def test_data_url_is_decoded(url: str, found: bytes) -> None:
     assert from_data(url, "image 1") == found
 
 
@@ -246,7 +247,7 @@ def test_data(url: str, found: bytes) -> None:
         ("data:image/png;base64", "image 1 must be data:image/...;base64,... if it is a data: URL"),
     ],
 )
-def test_bad_data(url: str, message: str) -> None:
+def test_malformed_data_url_is_refused(url: str, message: str) -> None:
     with pytest.raises(Refused) as refused:
         from_data(url, "image 1")
     assert str(refused.value) == message

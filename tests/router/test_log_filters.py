@@ -1,4 +1,4 @@
-"""What libraries write into the log."""
+"""Log filters: what clients have sent is not logged, and repeated lines are rate-limited."""
 
 import asyncio
 import logging
@@ -14,15 +14,15 @@ CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 @pytest.fixture
 def server_log() -> Iterator[logging.Logger]:
-    """aiohttp's, as the router has it."""
-    found, quiet = logging.getLogger("aiohttp.server"), HttpErrorFilter()
-    found.addFilter(quiet)
+    """aiohttp's server logger, with the filter as in the router."""
+    found, error_filter = logging.getLogger("aiohttp.server"), HttpErrorFilter()
+    found.addFilter(error_filter)
     yield found
-    found.removeFilter(quiet)
+    found.removeFilter(error_filter)
 
 
-def sent(data: bytes) -> bytes:
-    """What a server answers that reads bodies."""
+def response_to(data: bytes) -> bytes:
+    """The response of a server that reads bodies to `data`."""
 
     async def read(http: web.Request) -> web.Response:
         return web.Response(text=str(len(await http.read())))
@@ -58,11 +58,11 @@ def sent(data: bytes) -> bytes:
         CHUNKED + b"2\r\nab\r\nSECRET\r\n",
     ],
 )
-def test_who_speaks_no_http_gets_one_line_without_what_was_said(
+def test_invalid_http_is_logged_in_one_line_without_its_content(
     data: bytes, level: int, server_log: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(level):
-        assert b" 400 " in sent(data).partition(b"\r\n")[0]
+        assert b" 400 " in response_to(data).partition(b"\r\n")[0]
     assert "SECRET" not in caplog.text
     lines = [record for record in caplog.records if record.name == "aiohttp.server" and "no HTTP" in record.getMessage()]
     assert len(lines) <= 1
@@ -73,7 +73,7 @@ def test_who_speaks_no_http_gets_one_line_without_what_was_said(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_other_faults_are_told_whole(server_log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_errors_are_logged_with_their_traceback(server_log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     try:
         raise ZeroDivisionError("ours")
     except ZeroDivisionError as error:
@@ -83,7 +83,7 @@ def test_other_faults_are_told_whole(server_log: logging.Logger, caplog: pytest.
     assert "ZeroDivisionError: ours" in caplog.text
 
 
-def test_the_same_again_passes_once_in_a_while_and_says_how_often() -> None:
+def test_repeated_lines_pass_once_per_interval_with_their_count() -> None:
     times: list[float] = []
     limiter = RateLimited(60.0, lambda: times.pop())
 
@@ -100,7 +100,7 @@ def test_the_same_again_passes_once_in_a_while_and_says_how_often() -> None:
     assert passes(logging.WARNING, "100% full", 200.0) == "100% full"
 
 
-def test_the_loggers_of_a_package_complain_seldom(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_loggers_of_a_package_are_rate_limited(caplog: pytest.LogCaptureFixture) -> None:
     below, beside = logging.getLogger("chatty.below"), logging.getLogger("chattyness")
     calm("chatty")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The router as a process: when it listens, how it ends, what it writes."""
+"""The router as a process: when it listens, how it ends, and its log and error lines."""
 
 import http.client
 import json
@@ -27,7 +27,7 @@ LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|ERROR) router: 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Callable[..., str]:
-    """Settings of a router with a byte tokenizer, whose shards never come."""
+    """Settings of a router with a byte tokenizer, whose shards never start."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,8 +59,8 @@ def router(argument: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def health(argument: str, patience: float = 10.0, anybody: bool = False, host: str = "127.0.0.1") -> tuple[int, bytes]:
-    """Status and body of /health, as soon as the router itself listens; or anybody."""
+def health(argument: str, patience: float = 10.0, any_answer: bool = False, host: str = "127.0.0.1") -> tuple[int, bytes]:
+    """Status and body of /health as soon as the router itself answers; with `any_answer`, as soon as there is any answer."""
     end = time.monotonic() + patience
     while True:
         connection = http.client.HTTPConnection(host, json.loads(argument)["port"], timeout=5)
@@ -68,7 +68,7 @@ def health(argument: str, patience: float = 10.0, anybody: bool = False, host: s
             connection.request("GET", "/health")
             answer = connection.getresponse()
             body = answer.read()
-            if anybody or b"starting the router" not in body:
+            if any_answer or b"starting the router" not in body:
                 return answer.status, body
         except ConnectionRefusedError:
             pass
@@ -79,7 +79,7 @@ def health(argument: str, patience: float = 10.0, anybody: bool = False, host: s
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_listens_before_its_shards_do_and_stops_when_told(settings: Callable[..., str], number: int) -> None:
+def test_router_answers_503_before_its_shards_start_and_stops_on_a_signal(settings: Callable[..., str], number: int) -> None:
     argument = settings()
     with router(argument) as process:
         status, body = health(argument)
@@ -92,18 +92,20 @@ def test_it_listens_before_its_shards_do_and_stops_when_told(settings: Callable[
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_answers_before_it_is_there_and_stops_when_told(settings: Callable[..., str], number: int) -> None:
+def test_startup_probe_answers_503_and_a_signal_during_the_start_stops_the_router(
+    settings: Callable[..., str], number: int
+) -> None:
     argument = settings()
     with router(argument) as process:
-        status, body = health(argument, anybody=True)
+        status, body = health(argument, any_answer=True)
         process.send_signal(number)
         output, _ = process.communicate(timeout=10)
     assert (status, json.loads(body)["stage"]) == (503, "starting the router")
     assert process.returncode == 0, output
 
 
-def test_a_signal_within_a_callback_of_the_garbage_collector_is_not_lost(settings: Callable[..., str]) -> None:
-    """As imports have them, while most starts are told to stop; Python ignores exceptions there."""
+def test_signal_within_a_garbage_collector_callback_is_not_lost(settings: Callable[..., str]) -> None:
+    """Imports cause such callbacks, and most starts are stopped during imports; Python ignores exceptions there."""
     script = (
         "import os, signal, sys, time, weakref\n"
         "from penstock.router import __main__ as router\n"
@@ -122,17 +124,17 @@ def test_a_signal_within_a_callback_of_the_garbage_collector_is_not_lost(setting
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("requests", "told"), [(100, False), (201, True)])
-def test_too_few_open_files_are_told(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, requests: int, told: bool
+@pytest.mark.parametrize(("requests", "logged"), [(100, False), (201, True)])
+def test_too_low_limit_on_open_files_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, requests: int, logged: bool
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (256, 300))
     monkeypatch.setattr(resource, "setrlimit", lambda what, limits: None)
     raise_limit(requests)
-    assert ("201 requests in flight need as many open files, and 300 are allowed here" in caplog.text) == told
+    assert ("201 requests in flight need as many open files, and 300 are allowed here" in caplog.text) == logged
 
 
-def test_log_lines_can_be_json(settings: Callable[..., str]) -> None:
+def test_log_lines_are_json_with_json_output(settings: Callable[..., str]) -> None:
     argument = settings(json_output=True)
     with router(argument) as process:
         health(argument)
@@ -143,7 +145,7 @@ def test_log_lines_can_be_json(settings: Callable[..., str]) -> None:
     assert {line["name"] for line in lines} == {"router"}
 
 
-def test_an_address_of_ipv6_is_told_as_urls_have_it(settings: Callable[..., str]) -> None:
+def test_ipv6_address_is_logged_in_brackets_as_in_urls(settings: Callable[..., str]) -> None:
     argument = settings(hostname="::1")
     with router(argument) as process:
         health(argument, host="::1")
@@ -152,7 +154,7 @@ def test_an_address_of_ipv6_is_told_as_urls_have_it(settings: Callable[..., str]
     assert f"listening on http://[::1]:{json.loads(argument)['port']}\n" in output
 
 
-def test_a_port_in_use_is_one_line_with_the_remedy(settings: Callable[..., str]) -> None:
+def test_port_in_use_exits_with_code_2_and_one_line_with_the_remedy(settings: Callable[..., str]) -> None:
     argument = settings()
     with socket.create_server(("127.0.0.1", json.loads(argument)["port"])), router(argument) as process:
         output, _ = process.communicate(timeout=10)
@@ -165,7 +167,7 @@ def test_a_port_in_use_is_one_line_with_the_remedy(settings: Callable[..., str])
     ("argument", "complaint"),
     [('{"folderr": "."}', "RouterConfig has no setting folderr"), ("@nowhere", "nowhere"), ("{", "cannot be read")],
 )
-def test_settings_that_cannot_be_read_are_one_line(argument: str, complaint: str) -> None:
+def test_unreadable_settings_exit_with_code_2_and_one_line(argument: str, complaint: str) -> None:
     with router(argument) as process:
         output, _ = process.communicate(timeout=10)
     assert process.returncode == 2
@@ -174,7 +176,7 @@ def test_settings_that_cannot_be_read_are_one_line(argument: str, complaint: str
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the kernel of Linux does it")
-def test_it_dies_with_its_parent(settings: Callable[..., str]) -> None:
+def test_router_dies_with_its_parent_process(settings: Callable[..., str]) -> None:
     argument = settings()
     start = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", start, sys.executable, "-m", "penstock.router", argument]
@@ -190,7 +192,7 @@ def test_it_dies_with_its_parent(settings: Callable[..., str]) -> None:
 
 
 def _alive(process: int) -> bool:
-    """A zombie, whom nobody has waited for yet, is dead."""
+    """Whether a process runs. A zombie, for which no process has waited yet, counts as dead."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -199,11 +201,11 @@ def _alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize(("hostname", "reached"), [("::", ["127.0.0.1", "::1"]), ("::1", ["::1"]), ("127.0.0.1", ["127.0.0.1"])])
-def test_who_listens_everywhere_does_so_for_both_versions_of_ip(hostname: str, reached: list[str]) -> None:
+def test_wildcard_ipv6_address_accepts_ipv4_and_ipv6_connections(hostname: str, reached: list[str]) -> None:
     if not socket.has_dualstack_ipv6():
         pytest.skip("there is no IPv6")
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     with listen(RouterConfig(folder="", model="m", hostname=hostname, port=port)):
         answers = []
         for address in ("127.0.0.1", "::1"):

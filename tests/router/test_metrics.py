@@ -1,4 +1,4 @@
-"""What /metrics shows."""
+"""`Metrics`: the names, types and labels of /metrics, TGI's and vLLM's included, and what each of them counts."""
 
 import re
 import time
@@ -15,16 +15,16 @@ from penstock.router.scheduler import Decode, Filter, Prefill
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
-    """name, or name{labels} -> value."""
+    """The values of all metrics, by name or name{labels}."""
     lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
-def test_every_line_is_understood_by_prometheus() -> None:
+def test_metrics_can_be_parsed_by_prometheus() -> None:
     assert len(list(text_string_to_metric_families(Metrics().render().decode()))) > 20
 
 
-def test_names_of_tgi_are_kept_to_the_letter() -> None:
+def test_tgi_metric_names_get_no_total_or_created_suffix() -> None:
     text = Metrics().render().decode()
     assert "\ntgi_request_count 0.0\n" in text
     assert "\n# TYPE tgi_request_count counter\n" in text
@@ -33,7 +33,7 @@ def test_names_of_tgi_are_kept_to_the_letter() -> None:
     assert "\npenstock_client_disconnects_total 0.0\n" in text
 
 
-def test_a_request_is_counted_from_arrival_to_its_end() -> None:
+def test_request_metrics_count_arrival_success_failures_and_durations() -> None:
     metrics = Metrics()
     for _ in range(3):
         metrics.arrived()
@@ -63,7 +63,7 @@ def test_a_request_is_counted_from_arrival_to_its_end() -> None:
     assert values['penstock_finished_requests_total{reason="length"}'] == 1
 
 
-def test_steps_are_counted_by_method() -> None:
+def test_step_metrics_are_counted_by_method_and_kind() -> None:
     metrics = Metrics()
     mixed = shard_pb2.StepReply(seconds=0.25, prompt_tokens=10, restored_tokens=4, cached_tokens=90, decode_tokens=2)
     metrics.step(Prefill((1,), ((1, 7), (2, 3)), 16, decode=True), 0.5, mixed)
@@ -87,7 +87,7 @@ def test_steps_are_counted_by_method() -> None:
     assert values["penstock_prompt_budget_used"] == 7
 
 
-def test_what_was_drafted_is_counted() -> None:
+def test_draft_tokens_acceptance_and_draft_times_are_counted() -> None:
     metrics = Metrics()
     allowed = Allowance(0.25, 0.0, 0.0, 0.0, 8, 0.5)
     some = shard_pb2.StepReply(
@@ -115,19 +115,19 @@ def test_what_was_drafted_is_counted() -> None:
     assert values['penstock_speculation_steps_total{drafts="none"}'] == 1
     assert (values["penstock_draft_seconds_total"], values["penstock_draft_rounds_total"]) == (0.375, 4)
     assert values["penstock_verify_seconds_total"] == 0.5
-    # By TGI: of each answer and step, the tokens beyond the first.
+    # As in TGI: for each choice and step, the tokens beyond the first.
     assert (values["tgi_request_skipped_tokens_sum"], values["tgi_request_skipped_tokens_count"]) == (3, 5)
     assert values['tgi_request_skipped_tokens_bucket{le="1.0"}'] == 4
 
 
-def test_memory_that_ran_out_is_counted() -> None:
+def test_out_of_memory_events_are_counted() -> None:
     metrics = Metrics()
     for count in (0, 3, 1):
         metrics.step(Decode(), 1.0, shard_pb2.StepReply(exhausted=count))
     assert samples(metrics)["penstock_out_of_memory_total"] == 4
 
 
-def test_pages_that_went_to_the_host_and_came_back_are_counted() -> None:
+def test_pages_saved_to_and_loaded_from_the_host_are_counted() -> None:
     metrics = Metrics()
     for saved, loaded in ((3, 0), (0, 0), (1, 2)):
         metrics.step(Decode(), 1.0, shard_pb2.StepReply(saved_pages=saved, loaded_pages=loaded))
@@ -135,29 +135,29 @@ def test_pages_that_went_to_the_host_and_came_back_are_counted() -> None:
     assert (found["penstock_saved_pages_total"], found["penstock_loaded_pages_total"]) == (4, 2)
 
 
-def test_steps_for_which_the_device_did_not_wait_are_counted() -> None:
+def test_overlapped_steps_are_counted() -> None:
     metrics = Metrics()
     for ahead in (True, False, True):
         metrics.step(Decode(), 1.0, shard_pb2.StepReply(ahead=ahead))
     assert samples(metrics)["penstock_overlapped_steps_total"] == 2
 
 
-def test_pauses_are_counted() -> None:
+def test_preemptions_are_counted() -> None:
     metrics = Metrics()
     metrics.paused(2)
     metrics.paused(0)
     assert samples(metrics)["penstock_pauses_total"] == 2
 
 
-def test_what_a_metric_means_is_said_without_the_one_before_it() -> None:
-    """Dashboards show one at a time, and vLLM's names have the same words in another order."""
+def test_help_texts_do_not_refer_to_other_metrics() -> None:
+    """Dashboards show single metrics, and vLLM's names have the same help texts in another order."""
     texts = [text for text, *_ in (*COUNTERS.values(), *HISTOGRAMS.values())]
     texts += [*GAUGES.values(), *(text for _, text in REPLICA_GAUGES.values())]
-    other = re.compile(r"\b(those|that step)\b|^\w+ (of|from) (them|their|its)\b|\b(it computed|were not)$", re.IGNORECASE)
-    assert not [text for text in texts if other.search(text)]
+    reference = re.compile(r"\b(those|that step)\b|^\w+ (of|from) (them|their|its)\b|\b(it computed|were not)$", re.IGNORECASE)
+    assert not [text for text in texts if reference.search(text)]
 
 
-def test_gauges_show_what_is_the_case_when_somebody_looks() -> None:
+def test_gauges_are_evaluated_when_rendered() -> None:
     metrics = Metrics()
     free = [3]
     metrics.watch("penstock_pages_free", lambda: free[0])
@@ -165,14 +165,14 @@ def test_gauges_show_what_is_the_case_when_somebody_looks() -> None:
     assert samples(metrics)["penstock_pages_free"] == 5
 
 
-def test_intervals_fall_into_buckets_with_their_upper_bound_included() -> None:
+def test_histogram_buckets_include_their_upper_bound() -> None:
     intervals = Histogram("name", "text", (1.0, 2.0))
     intervals.labels().observe_all({0.5: 1, 1.0: 1, 1.5: 1, 2.0: 1, 9.0: 1})
     (family,) = intervals.collect()
     assert [sample.value for sample in family.samples] == [2, 4, 5, 5, 14.0]
 
 
-def test_histograms_are_as_those_of_prometheus_client() -> None:
+def test_histogram_equals_that_of_prometheus_client() -> None:
     for labels in ((), ("method",)):
         theirs = prometheus_client.Histogram("name", "text", labels, registry=None, buckets=TOKENS)
         ours = Histogram("name", "text", TOKENS, labels)
@@ -186,7 +186,7 @@ def test_histograms_are_as_those_of_prometheus_client() -> None:
         }
 
 
-def test_tokens_and_their_intervals() -> None:
+def test_generated_tokens_and_inter_token_latencies_are_counted() -> None:
     metrics = Metrics()
     metrics.tokens(3, {SECONDS[3]: 1, 1000.0: 1})
     values = samples(metrics)
@@ -195,8 +195,8 @@ def test_tokens_and_their_intervals() -> None:
     assert values['penstock_inter_token_latency_seconds_bucket{le="+Inf"}'] == 2
 
 
-# TGI 3.3's, as its router describes and records them
-OF_TGI = {
+# TGI 3.3's metrics, as its router describes and records them
+TGI_METRICS = {
     "counter": "tgi_request_count tgi_request_success tgi_request_failure tgi_batch_inference_count tgi_batch_inference_success "
     "tgi_batch_inference_failure tgi_batch_concat",
     "gauge": "tgi_queue_size tgi_batch_current_size tgi_batch_current_max_tokens tgi_batch_max_total_tokens",
@@ -207,14 +207,14 @@ OF_TGI = {
 }
 
 
-def test_all_of_tgis_are_there() -> None:
+def test_all_tgi_metrics_exist_with_their_types() -> None:
     lines = Metrics().render().decode().splitlines()
     types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE tgi_"))
-    assert types == {name: kind for kind, names in OF_TGI.items() for name in names.split()}
-    assert all(name.endswith("duration") == (HISTOGRAMS[name][2] == SECONDS) for name in OF_TGI["histogram"].split())
+    assert types == {name: kind for kind, names in TGI_METRICS.items() for name in names.split()}
+    assert all(name.endswith("duration") == (HISTOGRAMS[name][2] == SECONDS) for name in TGI_METRICS["histogram"].split())
 
 
-def test_what_joins_and_what_leaves_is_counted() -> None:
+def test_batch_size_concat_filter_and_validation_metrics_of_tgi_are_counted() -> None:
     metrics = Metrics()
     metrics.step(Prefill((1, 2), ((1, 7),), 16, decode=True), 0.5, shard_pb2.StepReply(seconds=0.125, decode_tokens=3))
     metrics.step(Prefill((3,), ((3, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(seconds=0.125))
@@ -229,7 +229,7 @@ def test_what_joins_and_what_leaves_is_counted() -> None:
     assert values["tgi_request_validation_duration_sum"] == 0.75
 
 
-def test_adapters_that_are_asked_for_are_told_as_vllm_does() -> None:
+def test_requested_adapters_are_exported_as_vllms_lora_requests_info() -> None:
     metrics = Metrics("m")
     assert "lora_requests_info" not in metrics.render().decode()
     metrics.watch_adapters(4, lambda: (["b", "a", "b"], []))
@@ -237,8 +237,8 @@ def test_adapters_that_are_asked_for_are_told_as_vllm_does() -> None:
     assert samples(metrics)[f"vllm:lora_requests_info{{{labels}}}"] == pytest.approx(time.time(), abs=60)
 
 
-# What is read by the Gateway API's endpoint picker, by autoscalers and by vLLM's own dashboards.
-OF_VLLM = {
+# The metrics of vLLM that the Gateway API's endpoint picker, autoscalers and vLLM's own dashboards read.
+VLLM_METRICS = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info",
     "counter": "num_preemptions prompt_tokens generation_tokens prefix_cache_hits prefix_cache_queries request_success "
     "spec_decode_num_draft_tokens spec_decode_num_accepted_tokens",
@@ -248,17 +248,17 @@ OF_VLLM = {
 }
 
 
-def test_vllms_names_are_there_with_its_labels() -> None:
+def test_all_vllm_metrics_exist_with_their_types_and_labels() -> None:
     text = Metrics("some/model").render().decode()
     families = {family.name: family for family in text_string_to_metric_families(text) if family.name.startswith("vllm:")}
     assert {name: family.type for name, family in families.items()} == {
-        f"vllm:{name}": kind for kind, names in OF_VLLM.items() for name in names.split()
+        f"vllm:{name}": kind for kind, names in VLLM_METRICS.items() for name in names.split()
     }
     assert VLLM.keys() <= families.keys()
     assert {sample.labels["model_name"] for family in families.values() for sample in family.samples} == {"some/model"}
 
 
-def test_what_vllms_names_show_is_what_ours_do() -> None:
+def test_vllm_metrics_have_the_values_of_penstocks() -> None:
     metrics = Metrics("m")
     for name, value in (("penstock_running", 3), ("penstock_pages_total", 8), ("penstock_pages_held", 2)):
         metrics.watch(name, lambda value=value: value)

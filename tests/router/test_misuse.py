@@ -1,4 +1,4 @@
-"""Requests that cost more than they look, and clients that take nothing: each is bounded, and others go on."""
+"""Limits on expensive requests and slow clients: each is bounded, others continue; cache salts and sessions are separate."""
 
 import asyncio
 import io
@@ -35,7 +35,7 @@ def head(method: str, path: str, length: int) -> bytes:
 
 
 async def received(client: socket.socket, pause: float, length: int) -> int:
-    """Bytes of the answer that come until there are so many, or the connection ends; it is read with a few pauses."""
+    """The number of bytes received until `length` is reached or the connection ends; the first reads are followed by pauses."""
     loop, found, reads = asyncio.get_running_loop(), 0, 0
     with suppress(ConnectionResetError):
         while found < length and (data := await loop.sock_recv(client, 1 << 20)):
@@ -45,8 +45,8 @@ async def received(client: socket.socket, pause: float, length: int) -> int:
     return found
 
 
-def test_who_does_not_read_a_long_answer_is_left(tokenizer: Tokenizer) -> None:
-    """It is held in memory meanwhile. Who reads slowly gets all of it."""
+def test_client_that_does_not_read_a_long_response_is_disconnected(tokenizer: Tokenizer) -> None:
+    """The response would stay in memory. A client that reads slowly gets all of it."""
     body = json.dumps({"inputs": "a1!" * 120_000}).encode()
 
     async def test(server: Server) -> None:
@@ -54,16 +54,16 @@ def test_who_does_not_read_a_long_answer_is_left(tokenizer: Tokenizer) -> None:
         async with server.client.post("/tokenize", data=io.BytesIO(body), headers={"Content-Type": "application/json"}) as answer:
             length = len(await answer.read())
         assert length > 15_000_000
-        for pause, whole in ((1.5, False), (0.1, True)):
+        for pause, complete in ((1.5, False), (0.1, True)):
             with socket.create_connection(address(server)) as client:
                 client.setblocking(False)
                 await loop.sock_sendall(client, head("POST", "/tokenize", len(body)) + body)
-                assert (await received(client, pause, length) >= length) == whole
+                assert (await received(client, pause, length) >= length) == complete
 
     serve(tokenizer, test, settings={"slow_client_timeout": 1.0})
 
 
-def test_a_get_with_a_body_is_answered_before_that_is_there(tokenizer: Tokenizer) -> None:
+def test_get_with_a_body_is_answered_without_waiting_for_the_body(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         loop = asyncio.get_running_loop()
         with socket.create_connection(address(server)) as client:
@@ -75,7 +75,9 @@ def test_a_get_with_a_body_is_answered_before_that_is_there(tokenizer: Tokenizer
     serve(tokenizer, test)
 
 
-def test_a_text_that_must_be_too_long_is_not_tokenized(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_with_too_many_characters_for_the_limit_is_refused_untokenized(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert tokenizer.longest
     validator = Validator(RouterConfig(folder="", model="m"), tokenizer)
     monkeypatch.setattr(Tokenizer, "encode", lambda *arguments: pytest.fail("it was"))
@@ -83,8 +85,8 @@ def test_a_text_that_must_be_too_long_is_not_tokenized(tokenizer: Tokenizer, mon
         asyncio.run(validator.request("ab" * LONG_TEXT, Parameters(), LIMITS))
 
 
-def test_a_text_of_the_longest_tokens_is_taken(tokenizer: Tokenizer) -> None:
-    """Each of as many characters as a token can stand for."""
+def test_text_of_only_the_longest_tokens_is_accepted(tokenizer: Tokenizer) -> None:
+    """It has the most characters for its number of tokens."""
     [longest] = sorted((tokenizer.token_text(id) for id in range(tokenizer.size)), key=len)[-1:]
     assert len(longest) == tokenizer.longest
     count = -(-LONG_TEXT // len(longest)) + 1
@@ -102,7 +104,7 @@ def test_a_text_of_the_longest_tokens_is_taken(tokenizer: Tokenizer) -> None:
         ("pre_tokenizer", {"type": "Whitespace"}),
     ],
 )
-def test_nobody_knows_how_long_texts_may_be_of_which_something_is_left_out(tmp_path: Path, part: str, value: object) -> None:
+def test_longest_token_is_unknown_if_the_tokenizer_drops_characters(tmp_path: Path, part: str, value: object) -> None:
     make_tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {part: value}))
@@ -112,14 +114,16 @@ def test_nobody_knows_how_long_texts_may_be_of_which_something_is_left_out(tmp_p
     assert with_part.longest == 0
 
 
-def test_long_texts_wait_for_each_other_and_not_for_ever(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_wait_for_tokenizer_threads_and_are_refused_if_too_many_wait(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MOST_LONG", 3)
-    validator, free = Validator(RouterConfig(folder="", model="m"), tokenizer), threading.Event()
+    validator, may_finish = Validator(RouterConfig(folder="", model="m"), tokenizer), threading.Event()
     running: list[int] = []
 
     def encode(self: Tokenizer, text: str, special: bool) -> list[int]:
         running.append(len(text))
-        free.wait(10)
+        may_finish.wait(10)
         return [1] * len(text)
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
@@ -130,29 +134,29 @@ def test_long_texts_wait_for_each_other_and_not_for_ever(tokenizer: Tokenizer, m
         with pytest.raises(Overloaded):
             await validator.encode("a" * (LONG_TEXT + 1))
         assert len(running) == module.THREADS
-        free.set()
+        may_finish.set()
         await asyncio.gather(*tasks)
         await validator.encode("a" * (LONG_TEXT + 1))
 
     asyncio.run(run())
 
 
-def test_scores_of_prompts_that_many_answers_repeat_are_bounded(tokenizer: Tokenizer) -> None:
+def test_prompt_logprobs_repeated_in_many_choices_are_bounded(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         ids = [5] * 90
-        asked = {"prompt": [ids] * 4, "n": 16, "max_tokens": 1, "prompt_logprobs": 20}
-        assert (await server.post("/v1/completions", asked))[0] == 200
+        request_body = {"prompt": [ids] * 4, "n": 16, "max_tokens": 1, "prompt_logprobs": 20}
+        assert (await server.post("/v1/completions", request_body))[0] == 200
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("penstock.router.api.openai.MOST_SCORES", 4 * 16 * 90 * 21 - 1)
-            status, body, _ = await server.post("/v1/completions", asked)
+            status, body, _ = await server.post("/v1/completions", request_body)
             assert (status, body["error"]["param"]) == (400, "prompt_logprobs")
-            status, _, _ = await server.post("/v1/completions", {**asked, "n": 15})
+            status, _, _ = await server.post("/v1/completions", {**request_body, "n": 15})
             assert status == 200
 
     serve(tokenizer, test)
 
 
-def test_only_the_same_salt_finds_what_is_cached(tokenizer: Tokenizer) -> None:
+def test_cache_salt_separates_the_prefix_cache(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}):
             status, _, _ = await server.post("/v1/completions", {"prompt": "hi", **salt})
@@ -165,30 +169,30 @@ def test_only_the_same_salt_finds_what_is_cached(tokenizer: Tokenizer) -> None:
     serve(tokenizer, test)
 
 
-def test_a_client_that_waits_for_a_slow_model_is_no_slow_client(tokenizer: Tokenizer) -> None:
-    pace = asyncio.Semaphore(3)
+def test_client_that_waits_for_a_slow_model_is_not_disconnected(tokenizer: Tokenizer) -> None:
+    token_permits = asyncio.Semaphore(3)
 
     async def test(server: Server) -> None:
         reading = asyncio.create_task(server.events("/generate_stream", {"inputs": "Hi", "parameters": {"max_new_tokens": 5}}))
-        await until(lambda: server.batcher.told == 3)
+        await until(lambda: server.batcher.tokens_sent == 3)
         await asyncio.sleep(0.3)
-        pace.release()
-        pace.release()
+        token_permits.release()
+        token_permits.release()
         assert len(await reading) == 5
 
-    serve(tokenizer, test, settings={"slow_client_timeout": 0.05}, pace=pace)
+    serve(tokenizer, test, settings={"slow_client_timeout": 0.05}, token_permits=token_permits)
 
 
-def test_a_session_is_its_tenants(tokenizer: Tokenizer) -> None:
-    """Nobody learns where the requests of another go by the same name for a session, or has his own go there."""
+def test_sessions_of_different_tenants_differ(tokenizer: Tokenizer) -> None:
+    """With the same session id a tenant must not learn which replica another's requests go to, or be sent there."""
 
     async def test(server: Server) -> None:
         for token in ("a", "b", "a", ""):
             headers = {"X-Session-ID": "s"} | ({"Authorization": f"Bearer {token}"} if token else {})
             status, _, _ = await server.post("/v1/completions", {"prompt": "hi"}, headers=headers)
             assert status == 200
-        first, other, again, nobody = (request.session for request in server.batcher.requests)
+        first, other, again, without_key = (request.session for request in server.batcher.requests)
         assert first == again
-        assert len({first, other, nobody, ""}) == 4
+        assert len({first, other, without_key, ""}) == 4
 
     serve(tokenizer, test)

@@ -1,4 +1,4 @@
-"""The OpenAPI document: all routes, and only what is one; and the page that shows it."""
+"""The OpenAPI document describes all routes, and responses match it; and the page that shows it."""
 
 import json
 import re
@@ -28,13 +28,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-def test_it_is_openapi() -> None:
+def test_document_is_valid_openapi() -> None:
     validator = pytest.importorskip("openapi_spec_validator")
     validator.validate(document(CONFIG))
 
 
 @pytest.mark.parametrize("settings", [{}, AIP])
-def test_every_route_is_described_and_nothing_else(tokenizer: Tokenizer, settings: dict[str, str]) -> None:
+def test_document_has_exactly_the_apps_routes(tokenizer: Tokenizer, settings: dict[str, str]) -> None:
     config = replace(CONFIG, **settings)
     app = make_app(config, tokenizer, FakeBatcher(tokenizer), Metrics())
     routes = {(route.method.lower(), route.resource.canonical) for route in app.router.routes() if route.resource is not None}
@@ -44,14 +44,14 @@ def test_every_route_is_described_and_nothing_else(tokenizer: Tokenizer, setting
     assert {route for route in routes if route[0] != "head"} - pages == described
 
 
-def test_schemas_are_those_of_the_types() -> None:
+def test_schemas_have_the_fields_of_the_body_types() -> None:
     schemas = document(CONFIG)["components"]["schemas"]
     assert tuple(schemas["GenerateParameters"]["properties"]) == GenerateParameters.__struct_fields__
     assert tuple(schemas["ChatBody"]["properties"]) == ChatBody.__struct_fields__
     assert schemas["ChatBody"]["required"] == ["messages"]
 
 
-def test_fields_that_are_ours_are_explained_and_those_that_are_refused_say_so() -> None:
+def test_own_and_unsupported_fields_have_descriptions() -> None:
     schemas = document(CONFIG)["components"]["schemas"]
     fields = [schemas[body]["properties"] for body in ("GenerateParameters", "CompletionBody", "ChatBody", "ResponsesBody")]
     assert set(FIELD_DESCRIPTIONS) <= {name for each in fields for name in each}
@@ -60,7 +60,7 @@ def test_fields_that_are_ours_are_explained_and_those_that_are_refused_say_so() 
     assert schemas["ChatBody"]["properties"]["functions"]["description"] == "`functions` is not supported: use `tools`"
 
 
-def test_a_key_is_in_it_where_one_is_asked() -> None:
+def test_security_is_described_if_the_route_needs_an_api_key() -> None:
     paths = document(replace(CONFIG, api_keys=("k",)))["paths"]
     assert paths["/generate"]["post"]["security"] == [{"key": []}]
     assert "security" not in paths["/health"]["get"]
@@ -96,10 +96,10 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True, "continuous_
         ("/v1/messages/count_tokens", MESSAGES),
     ],
 )
-def test_answers_are_as_described(tokenizer: Tokenizer, path: str, body: object) -> None:
+def test_responses_match_their_schema(tokenizer: Tokenizer, path: str, body: object) -> None:
     async def test(server: Server) -> None:
         status, answer, _ = await server.post(path, body)
-        check(path, status, "application/json", answer)
+        check_schema(path, status, "application/json", answer)
 
     serve(tokenizer, test)
 
@@ -112,26 +112,28 @@ def test_answers_are_as_described(tokenizer: Tokenizer, path: str, body: object)
         ("/v1/completions", COMPLETION | STREAM),
     ],
 )
-def test_events_are_as_described(tokenizer: Tokenizer, path: str, body: object) -> None:
+def test_stream_events_match_their_schema(tokenizer: Tokenizer, path: str, body: object) -> None:
     async def test(server: Server) -> None:
         events = [event for event in await server.events(path, body) if event != "[DONE]"]
         assert len(events) > 5
         for event in events:
-            check(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
+            check_schema(path, 200, "text/event-stream", event, "properties", "data", "contentSchema")
 
     serve(tokenizer, test)
 
 
-def test_what_is_got_is_as_described(tokenizer: Tokenizer) -> None:
+def test_responses_to_get_match_their_schema(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for path in ("/info", "/v1/models", "/v1/models/some/model", "/v1/models/other", "/stats", "/health/ready", "/health/live"):
             status, data, _ = await server.get(path)
-            check("/v1/models/{id}" if path.count("/") > 2 else path, status, "application/json", json.loads(data), method="get")
+            check_schema(
+                "/v1/models/{id}" if path.count("/") > 2 else path, status, "application/json", json.loads(data), method="get"
+            )
         server.batcher.ready = False
         for path in ("/health", "/health/ready"):
             status, data, _ = await server.get(path)
             if status == 503:
-                check(path, status, "application/json", json.loads(data), method="get")
+                check_schema(path, status, "application/json", json.loads(data), method="get")
 
     serve(tokenizer, test)
 
@@ -139,28 +141,26 @@ def test_what_is_got_is_as_described(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"), [({"payload_limit_total": 3}, 429), ({"payload_limit": 3}, 413), ({"api_keys": ("k",)}, 401)]
 )
-def test_every_route_describes_what_any_body_may_be_refused_for(
-    tokenizer: Tokenizer, settings: dict[str, Any], expected: int
-) -> None:
+def test_every_post_route_describes_429_413_and_401(tokenizer: Tokenizer, settings: dict[str, Any], expected: int) -> None:
     async def test(server: Server) -> None:
         for path, methods in document(CONFIG)["paths"].items():
             if "post" in methods:
                 status, answer, _ = await server.post(path, {"inputs": "Hi"})
                 assert status == expected
-                check(path, status, "application/json", answer)
+                check_schema(path, status, "application/json", answer)
 
     serve(tokenizer, test, settings=settings)
 
 
-def check(path: str, status: int, kind: str, answer: object, *way: str, method: str = "post") -> None:
-    whole = document(CONFIG)
-    schema = whole["paths"][path][method]["responses"][str(status)]["content"][kind]["schema"]
-    for step in way:
+def check_schema(path: str, status: int, kind: str, answer: object, *path_to_schema: str, method: str = "post") -> None:
+    openapi = document(CONFIG)
+    schema = openapi["paths"][path][method]["responses"][str(status)]["content"][kind]["schema"]
+    for step in path_to_schema:
         schema = schema[step]
-    Draft202012Validator({**schema, "components": whole["components"]}).validate(answer)
+    Draft202012Validator({**schema, "components": openapi["components"]}).validate(answer)
 
 
-def test_the_page_is_whole_and_asks_nobody_else(tokenizer: Tokenizer) -> None:
+def test_docs_page_is_complete_and_loads_nothing_external(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for path in FILES:
             status, data, response = await server.get(path)

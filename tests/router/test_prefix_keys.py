@@ -1,4 +1,5 @@
-"""Keys of prompts' beginnings: equal as far as prompts are, and few."""
+"""`PrefixKeys`: two prompts have equal keys for exactly their common prefixes, and few keys each. `PrefixSharing` is compared with
+the prompts that jobs hold."""
 
 import random
 
@@ -10,7 +11,7 @@ from penstock.router.prefix_sharing import PrefixSharing
 
 @pytest.mark.parametrize("unit", [1, 16, 24, 128])
 @pytest.mark.parametrize("growth", [4, 16])
-def test_they_end_at_pages_and_grow_few(unit: int, growth: int) -> None:
+def test_prefixes_end_at_page_boundaries_and_their_number_grows_logarithmically(unit: int, growth: int) -> None:
     ends = [end for end, _ in PrefixKeys(unit, growth, sampled=True).of(tuple(range(100_000)), "")]
     assert all(end % unit == 0 for end in ends)
     assert ends == sorted(set(ends))
@@ -20,8 +21,8 @@ def test_they_end_at_pages_and_grow_few(unit: int, growth: int) -> None:
 
 
 @pytest.mark.parametrize("unit", [1, 4, 16])
-def test_prompts_share_the_keys_of_what_they_have_in_common(unit: int) -> None:
-    """Every token counts, unless strides are sampled."""
+def test_prompts_share_exactly_the_keys_of_their_common_prefix(unit: int) -> None:
+    """Every token is hashed, unless strides are sampled."""
     chance, keys = random.Random(unit), PrefixKeys(unit, 16)
     for _ in range(200):
         one = tuple(chance.randrange(5) for _ in range(chance.randint(2, 60 * unit)))
@@ -33,21 +34,21 @@ def test_prompts_share_the_keys_of_what_they_have_in_common(unit: int) -> None:
         assert not {key for _, key in mine} & {key for _, key in keys.of(one, "b")}
 
 
-def test_the_last_token_ends_none() -> None:
+def test_no_prefix_ends_at_the_last_token() -> None:
     assert [end for end, _ in PrefixKeys(4, 16).of((1,) * 9, "")] == [4, 8]
     assert [end for end, _ in PrefixKeys(4, 16).of((1,) * 8, "")] == [4]
 
 
-def test_pages_are_held_as_long_as_somebody_holds_them() -> None:
-    """Against sets of pages."""
-    chance, keys = random.Random(3), PrefixKeys(1, 16)  # every place of prompts as short as these ends one
+def test_shared_pages_are_those_that_at_least_so_many_jobs_hold() -> None:
+    """The oracle is the held prompts themselves, compared token by token."""
+    chance, keys = random.Random(3), PrefixKeys(1, 16)  # in prompts as short as these, a prefix ends at every position
     sharing, held = PrefixSharing(1), dict[int, tuple[int, ...]]()
     for uid in range(2000):
         prompt = tuple(chance.randrange(2) for _ in range(chance.randint(1, 9)))
         if chance.random() < 0.3 and held:
-            gone = chance.choice(list(held))
-            del held[gone]
-            sharing.release(gone)
+            released = chance.choice(list(held))
+            del held[released]
+            sharing.release(released)
         elif chance.random() < 0.003:
             held.clear()
             sharing.clear()

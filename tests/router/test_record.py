@@ -1,4 +1,4 @@
-"""What is told of a request when it has ended, and that the shards learn its name."""
+"""`Record`: the times, counts and failures recorded of a request, and its trace id in commands and in the shards' log."""
 
 import asyncio
 import logging
@@ -12,13 +12,13 @@ from penstock.router.request import Broken
 from penstock.shard.messages import group_from
 from penstock.shard.outcome import Outcome
 from penstock.tests.router.fakes import FakeShards
-from penstock.tests.router.harness import ask, quiet, read, run
+from penstock.tests.router.harness import make_request, read, run, until_idle
 
 
-def test_a_run_has_its_moments_in_order_and_its_counts() -> None:
+def test_run_has_its_times_in_order_and_its_token_counts() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         current.set(record := Record("one", trace="00-1-2-01"))
-        await asyncio.gather(read(batcher, ask("hello", 5, choices=2)), read(batcher, ask("you", 3)))
+        await asyncio.gather(read(batcher, make_request("hello", 5, choices=2)), read(batcher, make_request("you", 3)))
         first, second = record.runs
         assert record.arrived <= first.arrived <= first.started < first.first < first.ended
         assert (first.generated, second.generated) == (10, 3)
@@ -29,36 +29,36 @@ def test_a_run_has_its_moments_in_order_and_its_counts() -> None:
     run(test)
 
 
-def test_what_ended_otherwise_says_how() -> None:
+def test_run_of_a_dropped_or_failed_request_has_its_failure() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         current.set(record := Record("one"))
-        async with aclosing(batcher.submit(ask("leave", 50))) as items:
+        async with aclosing(batcher.submit(make_request("leave", 50))) as items:
             await anext(items)
             await anext(items)
         shards.fail[2] = "no"
         with pytest.raises(Broken):
-            await read(batcher, ask("break", 50))
-        left, broken = record.runs
-        assert (left.failure, broken.failure) == ("dropped", "generation")
-        assert left.generated >= 1
-        assert left.ended
+            await read(batcher, make_request("break", 50))
+        dropped, broken = record.runs
+        assert (dropped.failure, broken.failure) == ("dropped", "generation")
+        assert dropped.generated >= 1
+        assert dropped.ended
         assert broken.ended
-        await quiet(batcher, shards)
+        await until_idle(batcher, shards)
         assert {group.trace for command in shards.commands for group in command.prefill.groups} == {"one"}
 
     run(test)
 
 
-def test_without_a_record_nothing_is_kept() -> None:
+def test_without_a_record_groups_have_no_trace() -> None:
     async def test(batcher: Batcher, shards: FakeShards) -> None:
         current.set(None)
-        await read(batcher, ask("hello", 5))
+        await read(batcher, make_request("hello", 5))
         assert [group.trace for command in shards.commands for group in command.prefill.groups] == [""]
 
     run(test)
 
 
-def test_a_shard_says_whose_request_failed(caplog: pytest.LogCaptureFixture) -> None:
+def test_shard_logs_the_trace_of_a_failed_request(caplog: pytest.LogCaptureFixture) -> None:
     from penstock.proto import shard_pb2
 
     message = shard_pb2.Group(uid=7, tokens=[1], trace="00-1-2-01", max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""Rendering in another process: the same text, within limits, and the event loop free meanwhile."""
+"""Rendering chat templates in a worker process: equal text, time and memory limits, and the event loop isn't blocked meanwhile."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ import pytest
 from penstock.router.rendering import Renderer
 from penstock.router.request import Refused
 from penstock.router.template import Chat, ChatTemplate
-from penstock.tests.seconds import least
+from penstock.tests.timing import fastest_of_several
 
 pytestmark = pytest.mark.usefixtures("own_processes")
 
@@ -34,29 +34,31 @@ def render(renderer: Renderer, source: str, chat: Chat = QUESTION) -> str:
     return asyncio.run(renderer.render(source, {"bos_token": "<s>"}, chat))
 
 
-def test_it_renders_what_is_rendered_here(renderer: Renderer) -> None:
+def test_text_equals_rendering_in_this_process(renderer: Renderer) -> None:
     assert render(renderer, SOURCE, CHAT) == ChatTemplate(SOURCE, {"bos_token": "<s>"}).render(CHAT)
-    begun = Chat(messages=[{"role": "assistant", "content": "Well, "}], continue_final_message=True, add_generation_prompt=False)
-    assert render(renderer, "{{ messages[0].content }}</s>", begun) == "Well, "
+    continued = Chat(
+        messages=[{"role": "assistant", "content": "Well, "}], continue_final_message=True, add_generation_prompt=False
+    )
+    assert render(renderer, "{{ messages[0].content }}</s>", continued) == "Well, "
 
 
-def test_a_refusal_names_the_field(renderer: Renderer) -> None:
+def test_refusal_names_messages_or_the_chat_template(renderer: Renderer) -> None:
     for source, parameter in (("{{ raise_exception('no') }}", "messages"), ("{% if %}", "chat_template")):
         with pytest.raises(Refused) as refused:
             render(renderer, source)
         assert refused.value.parameter == parameter
 
 
-def test_a_message_that_is_left_out_is_refused(renderer: Renderer) -> None:
+def test_message_that_the_template_drops_is_refused(renderer: Renderer) -> None:
     source = "{% for m in messages if m.role in ('user', 'critic') %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    asked = [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}]
-    assert render(renderer, source, Chat(messages=asked)) == "[user]a[critic]b"
+    messages = [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}]
+    assert render(renderer, source, Chat(messages=messages)) == "[user]a[critic]b"
     with pytest.raises(Refused, match=r'`messages\[2\].role` "crtic": the model') as refused:
-        render(renderer, source, Chat(messages=[*asked, {"role": "crtic", "content": "c"}]))
+        render(renderer, source, Chat(messages=[*messages, {"role": "crtic", "content": "c"}]))
     assert refused.value.parameter == "messages"
 
 
-HOSTILE = {
+EXPENSIVE = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}",
     "recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "power": "{{ 7 ** (7 ** 20) }}",
@@ -71,14 +73,14 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_whatever_a_template_does_it_ends(renderer: Renderer, name: str) -> None:
-    """Within its time, with a reason, while the event loop turns; and the next chat is rendered."""
+@pytest.mark.parametrize("name", EXPENSIVE)
+def test_expensive_template_is_stopped_without_blocking_the_event_loop(renderer: Renderer, name: str) -> None:
+    """Within the time limit and with a reason; the next chat is rendered."""
 
     async def run() -> float:
         assert await renderer.render(SOURCE, {}, QUESTION)
         longest, last = 0.0, time.monotonic()
-        task = asyncio.create_task(renderer.render(HOSTILE[name], {}, QUESTION))
+        task = asyncio.create_task(renderer.render(EXPENSIVE[name], {}, QUESTION))
         while not task.done():
             await asyncio.sleep(0.002)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
@@ -88,13 +90,13 @@ def test_whatever_a_template_does_it_ends(renderer: Renderer, name: str) -> None
         return longest
 
     start = time.monotonic()
-    longest = asyncio.run(least(0.3, run))
-    assert longest < 0.3  # 5 ms are usual; the bound is for a crowded machine
+    longest = asyncio.run(fastest_of_several(0.3, run))
+    assert longest < 0.3  # 5 ms are usual; the bound leaves room for a busy machine
     assert time.monotonic() - start < 20
 
 
-def test_a_process_stays(renderer: Renderer) -> None:
-    """Whichever threads and loops come and go: a process dies with the thread that has started it."""
+def test_worker_process_outlives_threads_and_event_loops(renderer: Renderer) -> None:
+    """A child process dies with the thread that has started it, so that thread must stay."""
     found = set()
     for number in range(3):
         assert render(renderer, f"{{{{ {number} }}}}") == str(number)
@@ -105,7 +107,7 @@ def test_a_process_stays(renderer: Renderer) -> None:
     assert None not in found
 
 
-def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
+def test_killed_worker_process_is_replaced(renderer: Renderer) -> None:
     async def run() -> list[str]:
         found = [await renderer.render("{{ 1 }}", {}, QUESTION)]
         [process] = renderer._workers._idle
@@ -115,9 +117,9 @@ def test_a_process_that_was_killed_is_replaced(renderer: Renderer) -> None:
     assert asyncio.run(run()) == ["1", "2"]
 
 
-def test_two_chats_at_once_and_more_wait(renderer: Renderer) -> None:
+def test_more_chats_than_worker_processes_wait_and_are_rendered(renderer: Renderer) -> None:
     async def run() -> list[str]:
-        slow: Any = [asyncio.create_task(renderer.render(HOSTILE["loops"], {}, QUESTION)) for _ in range(3)]
+        slow: Any = [asyncio.create_task(renderer.render(EXPENSIVE["loops"], {}, QUESTION)) for _ in range(3)]
         found = await asyncio.gather(*(renderer.render(f"{{{{ {number} }}}}", {}, QUESTION) for number in range(20)))
         ended = await asyncio.gather(*slow, return_exceptions=True)
         assert all(isinstance(end, Refused) for end in ended)
@@ -126,9 +128,9 @@ def test_two_chats_at_once_and_more_wait(renderer: Renderer) -> None:
     assert asyncio.run(run()) == [str(number) for number in range(20)]
 
 
-def test_a_client_that_leaves_costs_nothing(renderer: Renderer) -> None:
+def test_cancelled_rendering_frees_its_worker(renderer: Renderer) -> None:
     async def run() -> str:
-        task = asyncio.create_task(renderer.render(HOSTILE["loops"], {}, QUESTION))
+        task = asyncio.create_task(renderer.render(EXPENSIVE["loops"], {}, QUESTION))
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.wait([task])
@@ -137,7 +139,7 @@ def test_a_client_that_leaves_costs_nothing(renderer: Renderer) -> None:
     assert asyncio.run(run()) == "1"
 
 
-def test_long_chats_are_quick(renderer: Renderer) -> None:
-    """1 MB in a few ms each way."""
+def test_chat_of_1_mb_is_rendered(renderer: Renderer) -> None:
+    """It takes a few ms each way."""
     chat = Chat(messages=[{"role": "user", "content": "word " * 200_000}])
     assert render(renderer, SOURCE, chat).count("word") == 200_000

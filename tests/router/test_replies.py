@@ -1,11 +1,11 @@
-"""What a step's reply says: flat lists are divided among those whom they are about."""
+"""Reading a step's reply: its flat lists are divided among the requests, choices and rows that they belong to."""
 
 from penstock.proto import shard_pb2
 from penstock.router.replies import prompt_logprobs, report_of, scores_of, tops
 from penstock.router.scheduler import Report
 
 
-def test_the_scheduler_is_told_every_number() -> None:
+def test_scheduler_report_has_every_number_of_the_reply() -> None:
     lists = {"held": [3, 4], "grow": [5, 6], "lacking": [7, 0]}
     numbers = {
         name: number
@@ -41,7 +41,7 @@ def test_the_scheduler_is_told_every_number() -> None:
     assert report_of(step, [9]) == expected
 
 
-def test_scores_of_prompts_are_divided_among_those_who_asked() -> None:
+def test_prompt_logprobs_are_divided_among_the_requests() -> None:
     step = shard_pb2.StepReply(
         prompt_uids=[5, 6, 7],
         prompt_counts=[2, 0, 1],
@@ -57,13 +57,13 @@ def test_scores_of_prompts_are_divided_among_those_who_asked() -> None:
     }
 
 
-def test_alternatives_are_divided_among_the_rows() -> None:
+def test_top_alternatives_are_divided_among_the_rows() -> None:
     rows = {"uids": [1, 2, 3], "tokens": [65, 66, 67]}
     step = shard_pb2.StepReply(top_counts=[2, 0, 1], top_ids=[10, 11, 12], top_logprobs=[-0.5, -1.5, -2.5], **rows)
     assert list(tops(step)) == [((10, -0.5), (11, -1.5)), (), ((12, -2.5),)]
     assert list(tops(shard_pb2.StepReply(**rows))) == [()] * 3
 
 
-def test_scores_are_those_of_answers() -> None:
+def test_beam_scores_are_divided_among_requests_and_choices() -> None:
     step = shard_pb2.StepReply(scored_uids=[5, 6, 7], scored_counts=[2, 0, 1], scores=[-1.0, -2.0, -3.0])
     assert scores_of(step) == {(5, 0): -1.0, (5, 1): -2.0, (7, 0): -3.0}

@@ -1,4 +1,4 @@
-"""`GrpcShards` against a real gRPC server on a unix socket, with a servicer that only counts."""
+"""`GrpcShards` against a real gRPC server on a unix socket, with a servicer that only records commands."""
 
 import asyncio
 import itertools
@@ -22,28 +22,28 @@ WARMUP = shard_pb2.WarmupRequest(max_step_tokens=8, max_step_rows=4)
 
 
 class Servicer:
-    """A rank that does nothing, in order."""
+    """A rank that answers commands in order and computes nothing. Steps named by `..._at` go wrong."""
 
-    def __init__(self, rank: int, ranks: int, warm: asyncio.Barrier) -> None:
+    def __init__(self, rank: int, ranks: int, warmup_barrier: asyncio.Barrier) -> None:
         self.rank = rank
         self.ranks = ranks
-        self.warm = warm
+        self.warmup_barrier = warmup_barrier
         self.steps: list[tuple[str, int]] = []
         self.warmups = 0
         self.stages: Iterator[str] = iter(["loading weights 40 %"])
-        self.dies_at = 0
-        self.lies_at = 0
-        self.mumbles_at = 0
+        self.fails_at = 0
+        self.wrong_step_at = 0
+        self.unreadable_reply_at = 0
         self.silent_until = 0
-        self.ends_at = 0
+        self.ends_stream_at = 0
         self.seconds = 0.0  # of a step
         self.image_seconds = 0.0
         self.refusal: tuple[grpc.StatusCode, str] | None = None  # of adapters
-        self.reading = asyncio.Event()  # cleared: they are not read yet
+        self.reading = asyncio.Event()  # cleared: reading adapters waits
         self.reading.set()
         self.loaded: list[str] = []
         self.digest = "same"
-        self.hangs = False  # it answers no Info any more
+        self.hangs = False  # calls of Info are not answered any more
 
     async def Info(self, request: Any, context: Any) -> shard_pb2.InfoReply:  # noqa: N802
         if self.hangs:
@@ -56,7 +56,7 @@ class Servicer:
 
     async def Warmup(self, request: shard_pb2.WarmupRequest, context: Any) -> shard_pb2.WarmupReply:  # noqa: N802
         assert request == WARMUP
-        await self.warm.wait()  # as ranks of tensor parallelism do
+        await self.warmup_barrier.wait()  # as tensor-parallel ranks do, which warm up together
         self.warmups += 1
         return shard_pb2.WarmupReply(pages=10, page_size=4, image_seconds=self.image_seconds)
 
@@ -66,15 +66,15 @@ class Servicer:
             kind = command.WhichOneof("kind")
             step = getattr(command, kind).step
             self.steps.append((kind, step))
-            if step == self.ends_at:
+            if step == self.ends_stream_at:
                 return
-            if step == self.dies_at:
+            if step == self.fails_at:
                 await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
             reply = shard_pb2.Reply()
-            getattr(reply, {"prefill": "step", "decode": "step"}.get(kind, kind)).step = 99 if step == self.lies_at else step
+            getattr(reply, {"prefill": "step", "decode": "step"}.get(kind, kind)).step = 99 if step == self.wrong_step_at else step
             if kind in ("prefill", "decode"):
                 reply.step.seconds = self.seconds
-            replies.append(shard_pb2.Reply() if step == self.mumbles_at else reply)
+            replies.append(shard_pb2.Reply() if step == self.unreadable_reply_at else reply)
             while replies and step >= self.silent_until:
                 yield replies.pop(0)
 
@@ -95,7 +95,7 @@ Test = Callable[[GrpcShards, list[Servicer]], Awaitable[None]]
 
 
 def serve(folder: Path, ranks: int, test: Test, late: float = 0.0, **settings: Any) -> None:
-    """Runs `test` with a client and `ranks` servers that begin to listen `late` seconds later. settings: of the client."""
+    """Runs `test` with a client and `ranks` servers that listen after `late` seconds. settings: of the client."""
 
     async def main() -> None:
         barrier = asyncio.Barrier(ranks)
@@ -148,7 +148,7 @@ def test_commands_are_numbered_and_answered_in_order(tmp_path: Path) -> None:
     serve(tmp_path, 1, test)
 
 
-def test_commands_leave_before_those_ahead_of_them_are_answered(tmp_path: Path) -> None:
+def test_commands_are_sent_before_earlier_ones_are_answered(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
@@ -159,7 +159,7 @@ def test_commands_leave_before_those_ahead_of_them_are_answered(tmp_path: Path) 
     serve(tmp_path, 1, test)
 
 
-def test_all_ranks_warm_up_together_and_rank_0_takes_the_commands(tmp_path: Path) -> None:
+def test_all_ranks_warm_up_together_and_rank_0_gets_the_commands(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
@@ -170,7 +170,7 @@ def test_all_ranks_warm_up_together_and_rank_0_takes_the_commands(tmp_path: Path
     serve(tmp_path, 3, test)
 
 
-def test_the_answer_to_a_command_for_which_nobody_waits_any_more_disturbs_nobody(tmp_path: Path) -> None:
+def test_reply_to_a_cancelled_command_is_skipped(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
@@ -181,7 +181,7 @@ def test_the_answer_to_a_command_for_which_nobody_waits_any_more_disturbs_nobody
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_shard_that_starts_later_is_found_at_once(tmp_path: Path, stale: bool) -> None:
+def test_connect_finds_a_shard_soon_after_it_starts(tmp_path: Path, stale: bool) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         assert shards.stage == "waiting for the shards to start"
         begin = asyncio.get_running_loop().time()
@@ -191,16 +191,16 @@ def test_a_shard_that_starts_later_is_found_at_once(tmp_path: Path, stale: bool)
     if stale:  # a socket file whose server is gone
         import socket
 
-        with socket.socket(socket.AF_UNIX) as left:
-            left.bind(str(tmp_path / "0"))
+        with socket.socket(socket.AF_UNIX) as stale_socket:
+            stale_socket.bind(str(tmp_path / "0"))
     serve(tmp_path, 1, test, late=0.3)
 
 
-def test_when_the_stream_fails_the_reason_is_told_from_then_on(tmp_path: Path) -> None:
+def test_commands_raise_the_streams_error_after_it_failed(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
-        servicers[0].dies_at = 2
+        servicers[0].fails_at = 2
         for _ in range(2):
             with pytest.raises(Broken, match="rank 0: out of memory"):
                 await shards.execute(decode())
@@ -208,21 +208,21 @@ def test_when_the_stream_fails_the_reason_is_told_from_then_on(tmp_path: Path) -
     serve(tmp_path, 1, test)
 
 
-def test_when_the_stream_fails_nothing_waits_for_a_command_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group that is lost would leave a task of gRPC's that never ends."""
+def test_command_iterator_ends_when_the_stream_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each lost rank group would leave a task of gRPC's that never ends."""
     commands, ended = GrpcShards._commands, asyncio.Event()
 
-    async def watched(shards: GrpcShards, outgoing: Any) -> AsyncIterator[shard_pb2.Command]:
+    async def commands_until_end(shards: GrpcShards, outgoing: Any) -> AsyncIterator[shard_pb2.Command]:
         async for command in commands(shards, outgoing):
             yield command
         ended.set()
 
-    monkeypatch.setattr(GrpcShards, "_commands", watched)
+    monkeypatch.setattr(GrpcShards, "_commands", commands_until_end)
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
-        servicers[0].dies_at = 2
+        servicers[0].fails_at = 2
         with pytest.raises(Broken):
             await shards.execute(decode())
         await asyncio.wait_for(ended.wait(), 5)
@@ -230,27 +230,27 @@ def test_when_the_stream_fails_nothing_waits_for_a_command_any_more(tmp_path: Pa
     serve(tmp_path, 1, test)
 
 
-def test_when_the_stream_fails_everybody_who_waits_is_told(tmp_path: Path) -> None:
+def test_all_commands_in_flight_raise_when_the_stream_fails(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
-        servicers[0].dies_at = 3
+        servicers[0].fails_at = 3
         first, *others = [shards.execute(decode()) for _ in range(4)]
         assert (await first).step.step == 2
         for future in others:
-            with pytest.raises(Broken):  # gRPC has its own reason for a command that was still to be written
+            with pytest.raises(Broken):  # gRPC has its own error for a command that was not written yet
                 await future
 
     serve(tmp_path, 1, test)
 
 
-def test_the_first_reason_stays_and_nothing_more_is_sent(tmp_path: Path) -> None:
-    """What is under way counts as not answered: somebody would be told that a group hangs which is gone."""
+def test_after_the_first_error_commands_raise_it_and_are_not_sent(tmp_path: Path) -> None:
+    """Commands in flight count as unanswered: the launcher would be notified of a hang of a rank group that is gone."""
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
-        servicers[0].dies_at = 2
+        servicers[0].fails_at = 2
         with pytest.raises(Broken):
             await shards.execute(decode())
         await shards.close()
@@ -261,18 +261,18 @@ def test_the_first_reason_stays_and_nothing_more_is_sent(tmp_path: Path) -> None
     serve(tmp_path, 1, test)
 
 
-def test_a_stream_that_ends_is_a_loss(tmp_path: Path) -> None:
+def test_end_of_the_stream_counts_as_a_loss(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
-        servicers[0].ends_at = 2
+        servicers[0].ends_stream_at = 2
         with pytest.raises(Broken, match="rank 0 has ended its stream"):
             await shards.execute(decode())
 
     serve(tmp_path, 1, test)
 
 
-def test_who_waits_when_the_connection_is_closed_is_told(tmp_path: Path) -> None:
+def test_command_in_flight_raises_when_the_connection_is_closed(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
@@ -285,7 +285,7 @@ def test_who_waits_when_the_connection_is_closed_is_told(tmp_path: Path) -> None
     serve(tmp_path, 1, test)
 
 
-def test_the_longest_step_is_remembered(tmp_path: Path) -> None:
+def test_longest_step_time_is_kept(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
@@ -296,34 +296,34 @@ def test_the_longest_step_is_remembered(tmp_path: Path) -> None:
     serve(tmp_path, 1, test)
 
 
-def test_what_is_told_of_loading_is_what_the_first_rank_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_while_loading_is_that_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_shards, "STAGE_POLL", 0.01)
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         for servicer in servicers:
             servicer.stages = itertools.repeat(f"loads {servicer.rank}")
-            servicer.warm = asyncio.Barrier(9)
+            servicer.warmup_barrier = asyncio.Barrier(9)
         await shards.connect()
-        warming = asyncio.create_task(shards.warm_up(WARMUP))
+        warming_up = asyncio.create_task(shards.warm_up(WARMUP))
         for _ in range(40):
             await asyncio.sleep(0.005)
             assert shards.stage == "loads 0"
-        warming.cancel()
-        await asyncio.wait([warming])
+        warming_up.cancel()
+        await asyncio.wait([warming_up])
 
     serve(tmp_path, 2, test)
 
 
-def test_a_socket_at_which_nobody_listens_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long it takes until somebody does."""
+def test_connection_attempts_refused_at_once_do_not_count_as_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes until a rank listens there."""
     monkeypatch.setattr(router_shards, "LOADING", 0.1)
-    reach, looks, now = GrpcShards._reach, 0, 1.0
+    reach, attempts, now = GrpcShards._reach, 0, 1.0
     monkeypatch.setattr(router_shards, "monotonic", lambda: now)
 
     async def refused(shards: GrpcShards, rank: int, target: str) -> Any:
-        nonlocal looks, now
-        looks += 1
-        if looks < 5:
+        nonlocal attempts, now
+        attempts += 1
+        if attempts < 5:
             now += 0.05
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "refused")
         return await reach(shards, rank, target)
@@ -332,29 +332,29 @@ def test_a_socket_at_which_nobody_listens_does_not_hang(tmp_path: Path, monkeypa
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
-        assert looks == 5
+        assert attempts == 5
 
     serve(tmp_path, 1, test, step_timeout=0.1)
 
 
-def test_an_answer_to_another_question_breaks_the_connection(tmp_path: Path) -> None:
+def test_reply_with_the_wrong_step_number_breaks_the_connection(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
-        servicers[0].lies_at = 2
+        servicers[0].wrong_step_at = 2
         with pytest.raises(Broken, match="answered step 99 instead of 2"):
             await shards.execute(decode())
 
     serve(tmp_path, 1, test)
 
 
-def test_an_answer_that_cannot_be_read_breaks_the_connection(tmp_path: Path) -> None:
-    """At once, and not when somebody finds that nothing else comes."""
+def test_unreadable_reply_breaks_the_connection(tmp_path: Path) -> None:
+    """At once, and not only when the step timeout expires."""
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
-        servicers[0].mumbles_at = 3
+        servicers[0].unreadable_reply_at = 3
         futures = [shards.execute(decode()) for _ in range(3)]
         await futures[0]
         for future in futures[1:]:
@@ -366,7 +366,7 @@ def test_an_answer_that_cannot_be_read_breaks_the_connection(tmp_path: Path) -> 
     serve(tmp_path, 1, test)
 
 
-def test_sockets_of_another_rank_group_are_refused(tmp_path: Path) -> None:
+def test_connect_refuses_the_socket_of_another_rank_group(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         servicers[1].ranks = 4
         with pytest.raises(Broken, match="is rank 1 of 4, rank 1 of 2 was expected"):
@@ -375,12 +375,12 @@ def test_sockets_of_another_rank_group_are_refused(tmp_path: Path) -> None:
     serve(tmp_path, 2, test)
 
 
-def test_who_hangs_is_lost_and_whoever_started_it_is_told(tmp_path: Path) -> None:
+def test_hanging_rank_counts_as_lost_and_is_reported_to_the_launcher(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
-        listening = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
         before = time.monotonic()
         await shards.connect()
         await shards.warm_up(WARMUP)
@@ -392,18 +392,20 @@ def test_who_hangs_is_lost_and_whoever_started_it_is_told(tmp_path: Path) -> Non
             await shards.execute(decode())
         with pytest.raises(Broken):
             await shards.lost
-        replica, met, text = os.read(listening, 1000).decode().split(" ", 2)
+        replica, connected, text = os.read(reader, 1000).decode().split(" ", 2)
         assert replica == "0"
-        os.close(listening)
-        assert before <= float(met) <= after
+        os.close(reader)
+        assert before <= float(connected) <= after
         assert text == "shard rank 0 has not answered for 0.3 s\n"
 
     serve(tmp_path, 1, test, step_timeout=0.3, complaints=str(pipe))
 
 
 @pytest.mark.parametrize("pipe", [False, True])
-def test_where_nobody_hears_of_a_hang_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, pipe: bool) -> None:
-    """The launcher may have ended, with its pipe or without."""
+def test_hang_is_logged_if_the_launcher_does_not_read_the_pipe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, pipe: bool
+) -> None:
+    """The launcher may have ended, and its pipe may be gone or not."""
     if pipe:
         os.mkfifo(tmp_path / "pipe")
     shards = GrpcShards(["h:1"], complaints=str(tmp_path / "pipe"))
@@ -412,14 +414,14 @@ def test_where_nobody_hears_of_a_hang_it_is_logged(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize(("longest", "image_seconds"), [(1.0, 0.0), (0.0, 1.0)])
-def test_slow_steps_are_not_taken_for_a_hang(tmp_path: Path, longest: float, image_seconds: float) -> None:
-    """Neither those that may encode an image."""
+def test_slow_steps_do_not_count_as_a_hang(tmp_path: Path, longest: float, image_seconds: float) -> None:
+    """That includes steps that may encode an image."""
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         servicers[0].image_seconds = image_seconds
         await shards.connect()
         await shards.warm_up(WARMUP)
-        shards._longest = longest or shards._longest  # seconds, as the reply to a step has told
+        shards._longest = longest or shards._longest  # seconds, as reported by an earlier step
         servicers[0].silent_until = 3
         first = shards.execute(decode())
         await asyncio.sleep(1.0)
@@ -429,8 +431,8 @@ def test_slow_steps_are_not_taken_for_a_hang(tmp_path: Path, longest: float, ima
     serve(tmp_path, 1, test, step_timeout=0.2)
 
 
-def test_an_answer_ends_the_suspicion_of_a_hang(tmp_path: Path) -> None:
-    """Though something is under way whenever somebody looks, as it is with a busy group."""
+def test_reply_resets_the_count_of_checks_for_a_hang(tmp_path: Path) -> None:
+    """Even if a command is in flight at every check, as it is with a busy rank group."""
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
@@ -442,30 +444,30 @@ def test_an_answer_ends_the_suspicion_of_a_hang(tmp_path: Path) -> None:
     serve(tmp_path, 1, test)
 
 
-def test_a_rank_that_hangs_while_it_loads_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_hangs_while_loading_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_shards, "LOADING", 0.2)
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         servicers[1].hangs = True
-        servicers[1].warm = asyncio.Barrier(9)
+        servicers[1].warmup_barrier = asyncio.Barrier(9)
         with pytest.raises(Broken, match=r"rank 1 has not answered for 0.2 s"):
             await shards.warm_up(WARMUP)
 
     serve(tmp_path, 2, test, step_timeout=0.1)
 
 
-def test_what_has_ended_is_missed_at_once_and_others_take_its_place(tmp_path: Path) -> None:
+def test_loss_is_noticed_at_once_and_a_new_rank_group_can_be_connected(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
-        servicers[0].dies_at = 3
+        servicers[0].fails_at = 3
         await shards.execute(decode())
         with pytest.raises(Broken):
             await shards.execute(decode())
         with pytest.raises(Broken):
             await shards.lost
-        servicers[0].dies_at = 0
+        servicers[0].fails_at = 0
         for _ in range(2):
             await shards.forget()
             await shards.connect()
@@ -482,7 +484,7 @@ def test_what_has_ended_is_missed_at_once_and_others_take_its_place(tmp_path: Pa
 ADAPTER = shard_pb2.LoadAdapterRequest(adapter=shard_pb2.LoadedAdapter(key="k", name="one", folder="/one"))
 
 
-def test_all_ranks_read_an_adapter(tmp_path: Path) -> None:
+def test_all_ranks_load_an_adapter_which_must_have_the_same_digest(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)
@@ -500,14 +502,14 @@ def test_all_ranks_read_an_adapter(tmp_path: Path) -> None:
     [
         (0, grpc.StatusCode.INVALID_ARGUMENT, Refused, "^adapter one is odd$"),
         (1, grpc.StatusCode.INVALID_ARGUMENT, Refused, r"^adapter one is odd \(shard rank 1\)$"),
-        (1, grpc.StatusCode.UNKNOWN, Refused, "is odd"),  # whatever it is, others can be served
+        (1, grpc.StatusCode.UNKNOWN, Refused, "is odd"),  # whatever the error is, other requests can be served
         (1, grpc.StatusCode.UNAVAILABLE, Broken, "shard rank 1 is lost"),
     ],
 )
-def test_an_adapter_that_a_rank_can_not_read(
+def test_load_adapter_raises_if_one_rank_cannot_read_it(
     tmp_path: Path, rank: int, code: grpc.StatusCode, kind: type[Exception], words: str
 ) -> None:
-    """The others are waited for: what they have read later nobody would know of."""
+    """The other ranks are waited for: otherwise they might finish reading an adapter that the router does not know of."""
 
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
@@ -525,7 +527,7 @@ def test_an_adapter_that_a_rank_can_not_read(
     serve(tmp_path, 3, test)
 
 
-def test_shards_that_are_given_up_while_they_read_are_lost(tmp_path: Path) -> None:
+def test_forget_while_an_adapter_is_loaded_raises_broken(tmp_path: Path) -> None:
     async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
         await shards.connect()
         await shards.warm_up(WARMUP)

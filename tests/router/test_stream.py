@@ -1,4 +1,4 @@
-"""Events on their way to clients that read fast, slowly, or as in 1996. Behind them the real batcher, on shards of integers."""
+"""Server-sent events to fast, slow and HTTP/1.0 clients over real sockets, from the real batcher with fake shards."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ from penstock.tests.router.fakes import FakeShards
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 FEW, MANY = 400, 3000  # tokens
-LONGEST = 512  # bytes of an event
+MAX_EVENT_BYTES = 512  # bytes of an event
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "temperature": 0, "ignore_eos": True}
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
@@ -37,7 +37,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def body_for(path: str, new: int) -> dict[str, Any]:
-    """Of a stream of so many tokens."""
+    """The body of a request for a stream of `new` tokens."""
     return BODIES[path] | ({"parameters": {"max_new_tokens": new}} if path == "/generate_stream" else {"max_tokens": new})
 
 
@@ -46,8 +46,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-class Writes:
-    """What goes to sockets: how many bytes, in how many pieces, by which way."""
+class SocketWrites:
+    """Records the size of each piece written to sockets: `pushed` synchronously, or `written` by a task that may wait."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pushed: list[int] = []
@@ -68,7 +68,7 @@ class Writes:
 
 @asynccontextmanager
 async def serving(tokenizer: Tokenizer, shards: FakeShards) -> AsyncIterator[tuple[int, Metrics]]:
-    """The port, and what is counted."""
+    """Yields the port and the metrics."""
     config = RouterConfig(folder="", model="fake", hostname="127.0.0.1", port=0)
     metrics = Metrics()
     batcher = Batcher(config, tokenizer, shards, metrics)
@@ -95,7 +95,7 @@ def serve(tokenizer: Tokenizer, test: Callable[[int, Metrics], Awaitable[None]],
 async def post(
     port: int, path: str, body: dict[str, Any], version: str = "1.1", connection: str = "close"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """By a socket that takes little before it is read."""
+    """Sends a request through a socket with a small receive buffer."""
     small = socket.socket()
     small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     small.setblocking(False)
@@ -108,7 +108,7 @@ async def post(
 
 
 def unchunked(data: bytes) -> bytes:
-    """Fails on what is no chunk."""
+    """Decodes chunked transfer encoding; fails if it is malformed."""
     found = b""
     while True:
         size, _, data = data.partition(b"\r\n")
@@ -121,7 +121,7 @@ def unchunked(data: bytes) -> bytes:
 
 
 def contents(path: str, body: bytes) -> list[str]:
-    """The text of each choice, piece by piece."""
+    """The text of each choice of a stream."""
     *frames, rest = body.decode().split("\n\n")
     assert rest == ""
     events = [json.loads(frame.removeprefix("data: ")) for frame in frames if frame not in ("data: [DONE]", ":")]
@@ -136,8 +136,8 @@ def contents(path: str, body: bytes) -> list[str]:
     return [texts[index] for index in sorted(texts)]
 
 
-async def whole(port: int, path: str, new: int) -> list[str]:
-    """The same texts, not streamed."""
+async def unstreamed(port: int, path: str, new: int) -> list[str]:
+    """The same texts without streaming."""
     body = body_for(path, new) | {"stream": False}
     reader, writer = await post(port, path.removesuffix("_stream"), body, "1.0")
     answer = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
@@ -148,54 +148,56 @@ async def whole(port: int, path: str, new: int) -> list[str]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_fast_reader_gets_every_event_at_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+def test_events_to_a_fast_reader_are_sent_one_by_one_without_waking_a_task(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     async def test(port: int, metrics: Metrics) -> None:
-        writes = Writes(monkeypatch)
+        writes = SocketWrites(monkeypatch)
         reader, writer = await post(port, path, body_for(path, FEW))
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
         assert b"Transfer-Encoding: chunked" in head
-        assert contents(path, unchunked(body)) == await whole(port, path, FEW)
+        assert contents(path, unchunked(body)) == await unstreamed(port, path, FEW)
         assert len(writes.pushed) > 10 * len(writes.written), "most leave without a task that wakes up"
 
     serve(tokenizer, test, seconds=0.0002)
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_events_for_who_reads_late_coalesce_and_none_is_lost(
+def test_events_to_a_slow_reader_are_merged_and_none_is_lost(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     async def test(port: int, metrics: Metrics) -> None:
-        writes = Writes(monkeypatch)
+        writes = SocketWrites(monkeypatch)
         reader, writer = await post(port, path, body_for(path, MANY))
         requests = 2 if path == "/v1/completions" else 1
         await until(lambda: metrics.samples(["tgi_request_success_total"])["tgi_request_success_total"] == requests)
         sent = sum(writes.pushed) + sum(writes.written)
-        assert sent < 300 * LONGEST, "the rest waits as items: buffers take little"
+        assert sent < 300 * MAX_EVENT_BYTES, "the rest waits as items: buffers take little"
         body = (await reader.read()).partition(b"\r\n\r\n")[2]
         writer.close()
-        assert contents(path, unchunked(body)) == await whole(port, path, MANY)
+        assert contents(path, unchunked(body)) == await unstreamed(port, path, MANY)
         assert max(writes.written) > 100 * 100
-        assert max(writes.written) <= (MOST_ITEMS + 1) * LONGEST
+        assert max(writes.written) <= (MOST_ITEMS + 1) * MAX_EVENT_BYTES
         assert len(writes.pushed) + len(writes.written) < MANY / 4
 
     serve(tokenizer, test)
 
 
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
-def test_before_http_1_1_there_are_no_chunks_and_the_connection_ends_the_stream(tokenizer: Tokenizer, connection: str) -> None:
+def test_http_1_0_stream_is_not_chunked_and_ends_with_the_connection(tokenizer: Tokenizer, connection: str) -> None:
     async def test(port: int, metrics: Metrics) -> None:
         path = "/v1/chat/completions"
         reader, writer = await post(port, path, body_for(path, FEW), "1.0", connection)
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
         writer.close()
         assert b"chunked" not in head
-        assert contents(path, body) == await whole(port, path, FEW)
+        assert contents(path, body) == await unstreamed(port, path, FEW)
 
     serve(tokenizer, test)
 
 
-def test_comments_come_between_events_whoever_writes_them(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keep_alive_lines_are_blank_and_come_between_events(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "KEEP_ALIVE", 0.02)
 
     async def test(port: int, metrics: Metrics) -> None:
@@ -203,15 +205,15 @@ def test_comments_come_between_events_whoever_writes_them(tokenizer: Tokenizer, 
         body = unchunked((await reader.read()).partition(b"\r\n\r\n")[2])
         writer.close()
         frames = body.split(b"\n\n")
-        assert frames.count(b"") >= 5 + 1  # and what is after the last event
+        assert frames.count(b"") >= 5 + 1  # and the empty rest after the last event
         assert b"\n:" not in b"\n" + body, "vllm-rs 0.33 would take no more of the answer"
         assert len([frame for frame in frames if frame.startswith(b"data: {")]) == 7
 
     serve(tokenizer, test, seconds=0.1)
 
 
-def test_nothing_comes_behind_the_end() -> None:
-    """Though the silence before it has just been too long, and the client takes the end only slowly."""
+def test_nothing_is_sent_after_the_last_event() -> None:
+    """Even if a keep-alive line is due just then, and the client reads the end slowly."""
     big = b"data: " + b"x" * 5_000_000 + b"\n\n"
 
     async def handler(http: web.Request) -> web.StreamResponse:
@@ -239,14 +241,14 @@ def test_nothing_comes_behind_the_end() -> None:
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
-def test_a_fault_of_an_answers_shape_cuts_this_answer_only(
+def test_exception_while_formatting_events_aborts_only_this_stream(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from penstock.router.api.openai import Events
 
     of, calls = Events.of, 0
 
-    def breaks(self: Events, stream: int, items: Any) -> bytes:
+    def raise_at_fifth_call(self: Events, stream: int, items: Any) -> bytes:
         nonlocal calls
         calls += 1
         if calls == 5:
@@ -257,7 +259,7 @@ def test_a_fault_of_an_answers_shape_cuts_this_answer_only(
         path = "/v1/chat/completions"
         reader, writer = await post(port, "/generate_stream", body_for("/generate_stream", FEW))
         broken, other = await post(port, path, body_for(path, FEW))
-        monkeypatch.setattr(Events, "of", breaks)
+        monkeypatch.setattr(Events, "of", raise_at_fifth_call)
         assert not (await broken.read()).endswith(b"0\r\n\r\n"), "the client sees that it is not complete"
         assert calls == 5
         assert len(contents("/generate_stream", unchunked((await reader.read()).partition(b"\r\n\r\n")[2]))[0]) == FEW
@@ -268,27 +270,27 @@ def test_a_fault_of_an_answers_shape_cuts_this_answer_only(
     serve(tokenizer, test, seconds=0.0002)
 
 
-def test_what_is_written_never_overtakes_what_was_pushed(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def waits(self: stream.Outbox, out: stream.EventStream, chunk: bytes) -> None:
-        self._chunks.append((out, chunk))  # until somebody writes
+def test_awaited_write_never_overtakes_pushed_events(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep_in_outbox(self: stream.Outbox, out: stream.EventStream, chunk: bytes) -> None:
+        self._chunks.append((out, chunk))  # until the next write
 
     async def test(port: int, metrics: Metrics) -> None:
-        monkeypatch.setattr(stream.Outbox, "put", waits)
+        monkeypatch.setattr(stream.Outbox, "put", keep_in_outbox)
         for path in BODIES:
             reader, writer = await post(port, path, body_for(path, FEW))
             body = unchunked((await reader.read()).partition(b"\r\n\r\n")[2])
             writer.close()
-            assert contents(path, body) == await whole(port, path, FEW)
+            assert contents(path, body) == await unstreamed(port, path, FEW)
 
     serve(tokenizer, test)
 
 
-def test_a_fault_of_a_socket_cuts_its_answer_only(
+def test_exception_while_writing_to_a_socket_aborts_only_its_stream(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hand_over, faulty = stream.EventStream.hand_over, set[stream.EventStream]()
 
-    def breaks(self: stream.EventStream, chunk: bytes) -> None:
+    def fail_for_one_stream(self: stream.EventStream, chunk: bytes) -> None:
         if not faulty or self in faulty:
             faulty.add(self)
             raise ZeroDivisionError
@@ -296,21 +298,21 @@ def test_a_fault_of_a_socket_cuts_its_answer_only(
 
     async def test(port: int, metrics: Metrics) -> None:
         path = "/v1/chat/completions"
-        posted = [await post(port, path, body_for(path, FEW)) for _ in range(4)]
-        monkeypatch.setattr(stream.EventStream, "hand_over", breaks)
-        bodies = await asyncio.gather(*(received(reader) for reader, _ in posted))
+        connections = [await post(port, path, body_for(path, FEW)) for _ in range(4)]
+        monkeypatch.setattr(stream.EventStream, "hand_over", fail_for_one_stream)
+        bodies = await asyncio.gather(*(read_body(reader) for reader, _ in connections))
         complete = [body for body in bodies if body.endswith(b"0\r\n\r\n")]
         assert len(complete) == 3
         assert all(len(contents(path, unchunked(body))[0]) == FEW for body in complete)
-        for _, writer in posted:
+        for _, writer in connections:
             writer.close()
         assert "ZeroDivisionError" in caplog.text
 
     serve(tokenizer, test, seconds=0.0002)
 
 
-async def received(reader: asyncio.StreamReader) -> bytes:
-    """A body, or what has come of it when the connection breaks."""
+async def read_body(reader: asyncio.StreamReader) -> bytes:
+    """Reads a body, up to where the connection breaks."""
     found = b""
     with suppress(ConnectionResetError):
         while data := await reader.read(65536):
@@ -318,8 +320,8 @@ async def received(reader: asyncio.StreamReader) -> bytes:
     return found.partition(b"\r\n\r\n")[2]
 
 
-def test_the_first_failure_ends_all_streams_of_an_answer() -> None:
-    """The others are closed when it is raised: nobody computes for them any more."""
+def test_first_failure_closes_all_streams_of_a_request() -> None:
+    """The others are closed when it is raised, so that nothing more is computed for them."""
     closed: list[int] = []
 
     async def endless(index: int) -> AsyncGenerator[list[Item], None]:
@@ -331,7 +333,7 @@ def test_the_first_failure_ends_all_streams_of_an_answer() -> None:
             await asyncio.sleep(0)
             closed.append(index)
 
-    async def fails() -> AsyncGenerator[list[Item], None]:
+    async def failing() -> AsyncGenerator[list[Item], None]:
         yield []
         await asyncio.sleep(0)
         raise Broken("lost")
@@ -342,57 +344,55 @@ def test_the_first_failure_ends_all_streams_of_an_answer() -> None:
     async def run() -> None:
         async with asyncio.timeout(10):
             with pytest.raises(Broken, match="lost"):
-                await stream.read_all([endless(0), fails(), endless(2)], take)
+                await stream.read_all([endless(0), failing(), endless(2)], take)
         assert sorted(closed) == [0, 2]
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
 
 
-def test_many_chunks_leave_before_the_loop_turns() -> None:
-    """Few leave when it does: those who come first wait no longer than it takes to make so many."""
-    left: list[bytes] = []
+def test_outbox_sends_at_its_limit_without_waiting_for_the_event_loop() -> None:
+    """Fewer chunks are sent in the loop's next turn: the first chunks wait no longer than it takes to make MOST_CHUNKS of them."""
+    sent: list[bytes] = []
 
     class Out:
         def hand_over(self, chunk: bytes) -> None:
-            left.append(chunk)
+            sent.append(chunk)
 
     async def run() -> None:
         outbox, out = stream.Outbox(), Out()
         chunks = [b"%d" % number for number in range(stream.MOST_CHUNKS + 2)]
         for number, chunk in enumerate(chunks, 1):
             outbox.put(out, chunk)  # type: ignore[arg-type]
-            assert len(left) == (stream.MOST_CHUNKS if number >= stream.MOST_CHUNKS else 0)
+            assert len(sent) == (stream.MOST_CHUNKS if number >= stream.MOST_CHUNKS else 0)
         await asyncio.sleep(0)
-        assert left == chunks
+        assert sent == chunks
 
     asyncio.run(run())
 
 
-def test_who_has_not_read_what_was_sent_gets_no_blank_line_and_few_looks(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_keep_alive_and_few_checks_while_the_client_does_not_read(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "KEEP_ALIVE", 0.02)
-    tell, look, looks = stream.EventStream._tell, stream.EventStream._look, 0
-    paused: list[bool] = []  # when a blank line was to be written
+    tell, look, checks = stream.EventStream._tell, stream.EventStream._look, 0
+    paused: list[bool] = []  # at each keep-alive line: was writing paused?
 
-    def watched(out: stream.EventStream) -> Awaitable[None]:
+    def recording_tell(out: stream.EventStream) -> Awaitable[None]:
         paused.append(out._protocol.writing_paused)
         return tell(out)
 
-    def counted(out: stream.EventStream) -> None:
-        nonlocal looks
-        looks += 1
+    def counting_look(out: stream.EventStream) -> None:
+        nonlocal checks
+        checks += 1
         look(out)
 
     async def test(port: int, metrics: Metrics) -> None:
-        monkeypatch.setattr(stream.EventStream, "_tell", watched)
-        monkeypatch.setattr(stream.EventStream, "_look", counted)
+        monkeypatch.setattr(stream.EventStream, "_tell", recording_tell)
+        monkeypatch.setattr(stream.EventStream, "_look", counting_look)
         reader, writer = await post(port, "/generate_stream", body_for("/generate_stream", MANY))
         await until(lambda: metrics.samples(["tgi_request_success_total"])["tgi_request_success_total"] == 1)
-        before, began = looks, asyncio.get_running_loop().time()
+        before, start = checks, asyncio.get_running_loop().time()
         await asyncio.sleep(0.3)
-        assert looks - before <= (asyncio.get_running_loop().time() - began) / 0.02 + 2
+        assert checks - before <= (asyncio.get_running_loop().time() - start) / 0.02 + 2
         body = (await reader.read()).partition(b"\r\n\r\n")[2]
         writer.close()
         assert body.endswith(b"\r\n0\r\n\r\n")
@@ -401,7 +401,7 @@ def test_who_has_not_read_what_was_sent_gets_no_blank_line_and_few_looks(
     serve(tokenizer, test)
 
 
-def test_nothing_is_written_to_a_connection_that_closes() -> None:
+def test_nothing_is_written_to_a_closing_connection() -> None:
     class Closing:
         def is_closing(self) -> bool:
             return True
@@ -414,7 +414,7 @@ def test_nothing_is_written_to_a_connection_that_closes() -> None:
     out.hand_over(b"chunk")
 
 
-def test_an_answer_is_written_no_further_when_its_handler_has_ended() -> None:
+def test_cancelled_handler_cancels_its_write() -> None:
     async def run() -> None:
         writing = asyncio.get_running_loop().create_future()
         http = SimpleNamespace(transport=None)
@@ -427,29 +427,29 @@ def test_an_answer_is_written_no_further_when_its_handler_has_ended() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_who_stood_still_itself_calls_no_client_slow(whole: bool) -> None:
-    """The client may have been on the same machine. Eight looks at what it has not read are needed, be they as late as they may."""
-    looks, gone = 0, asyncio.Event()
+@pytest.mark.parametrize("is_unstreamed", [True, False])
+def test_blocked_event_loop_does_not_count_as_a_slow_client(is_unstreamed: bool) -> None:
+    """What blocked the router may have blocked the client too. Eight checks of unread bytes are needed, however late they are."""
+    checks, aborted = 0, asyncio.Event()
 
     def size() -> int:
-        nonlocal looks
-        looks += 1
+        nonlocal checks
+        checks += 1
         return 5
 
     async def run() -> None:
-        patience, loop = stream.SlowClientTimeout(0.4), asyncio.get_running_loop()
-        http: Any = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=size, abort=gone.set))
-        if whole:
-            writing = asyncio.create_task(patience.until(loop.create_future(), http))
+        timeout, loop = stream.SlowClientTimeout(0.4), asyncio.get_running_loop()
+        http: Any = SimpleNamespace(transport=SimpleNamespace(get_write_buffer_size=size, abort=aborted.set))
+        if is_unstreamed:
+            writing = asyncio.create_task(timeout.until(loop.create_future(), http))
         else:
-            http.app, http.protocol = {stream.PATIENT: patience, stream.OUTBOX: None}, SimpleNamespace(writing_paused=True)
+            http.app, http.protocol = {stream.PATIENT: timeout, stream.OUTBOX: None}, SimpleNamespace(writing_paused=True)
             writing = asyncio.ensure_future(stream.EventStream(http, {}).__aenter__())
-        await until(lambda: looks >= 2)
+        await until(lambda: checks >= 2)
         loop.call_soon(time.sleep, 1.0)
-        await asyncio.wait_for(gone.wait(), 30)
-        assert looks >= 1 + 8
-        assert patience.dropped == 1
+        await asyncio.wait_for(aborted.wait(), 30)
+        assert checks >= 1 + 8
+        assert timeout.dropped == 1
         writing.cancel()
 
     asyncio.run(run())

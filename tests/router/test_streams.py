@@ -1,20 +1,20 @@
-"""Readers of streams, as a batcher counts them."""
+"""`Readers`: counts the readers of a batcher's streams by tenant."""
 
 from collections import Counter
 
 from penstock.router.streams import Readers
 
 
-class Watched(Counter[str]):
-    """Fails where all its entries are looked at: with ten thousand of them it takes a quarter of a millisecond."""
+class NotIterable(Counter[str]):
+    """Fails when its entries are iterated over: with ten thousand entries that takes a quarter of a millisecond."""
 
     def items(self) -> object:  # type: ignore[override]
         raise AssertionError("all are looked at")
 
 
-def test_who_leaves_costs_the_same_however_many_others_there_are() -> None:
+def test_adding_and_removing_readers_does_not_iterate_over_all_tenants() -> None:
     readers = Readers()
-    readers.counts = Watched()
+    readers.counts = NotIterable()
     for tenant in ("a", "b", "b"):
         readers.add(tenant)
     readers.remove("b")

@@ -1,4 +1,4 @@
-"""Chat templates as families of models have them, compared with transformers: every feature that they use, not their words."""
+"""Chat templates of model families: rendered like transformers, messages that a template drops, limits of the sandbox."""
 
 import re
 from contextlib import suppress
@@ -11,10 +11,10 @@ from penstock.router.api.openai_messages import messages_of
 from penstock.router.request import Refused
 from penstock.router.template import Chat, ChatTemplate, choose
 
-# chatml, llama3, gemma, phi, zephyr: the plain ones. deepseek: begins the reasoning. gemma3: content as text or in parts.
-# llama31: tojson with an indent, strftime_now, variables with defaults. qwen25: a message's neighbours, tools' answers in one turn.
-# qwen3: namespaces, messages backwards, reasoning. mistral: turns that are checked, ids of nine letters, selectattr.
-# mixed: break and continue, generation marks, macros, filters, spaces that blocks leave.
+# chatml, llama3, gemma, phi, zephyr: simple ones. deepseek: starts the reasoning. gemma3: content as text or in parts.
+# llama31: tojson with an indent, strftime_now, variables with defaults. qwen25: adjacent messages, tool results in one turn.
+# qwen3: namespaces, reversed messages, reasoning. mistral: checks the order of roles, nine-letter call ids, selectattr.
+# mixed: break and continue, generation tags, macros, filters, white space around blocks.
 TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in Path(__file__).with_name("templates").glob("*.jinja")}
 CHATML, LLAMA3, GEMMA3, QWEN25 = (TEMPLATES[name] for name in ("chatml", "llama3", "gemma3", "qwen25"))
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -22,20 +22,20 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 SYSTEM = {"role": "system", "content": " Be brief. "}
 QUESTION = {"role": "user", "content": "What <|is> e?"}
 ANSWER = {"role": "assistant", "content": " 2.718\n", "reasoning_content": "Euler"}
-THOUGHT = {"role": "assistant", "content": "<think>\nHm\n</think>\n\nYes"}
+ANSWER_WITH_THINK_TAGS = {"role": "assistant", "content": "<think>\nHm\n</think>\n\nYes"}
 CALL = {
     "role": "assistant",
     "content": "",
     "tool_calls": [{"id": "abcdefghi", "type": "function", "function": {"name": "sun", "arguments": {"city": "Zürich <"}}}],
 }
-FOUND = {"role": "tool", "content": "21 °C", "tool_call_id": "abcdefghi", "name": "sun"}
+TOOL_RESULT = {"role": "tool", "content": "21 °C", "tool_call_id": "abcdefghi", "name": "sun"}
 CHATS: list[list[dict[str, Any]]] = [
     [QUESTION],
     [SYSTEM, QUESTION],
     [QUESTION, ANSWER, QUESTION],
-    [SYSTEM, QUESTION, THOUGHT, QUESTION, THOUGHT],
-    [QUESTION, CALL, FOUND, ANSWER, QUESTION],
-    [QUESTION, CALL, FOUND, FOUND],
+    [SYSTEM, QUESTION, ANSWER_WITH_THINK_TAGS, QUESTION, ANSWER_WITH_THINK_TAGS],
+    [QUESTION, CALL, TOOL_RESULT, ANSWER, QUESTION],
+    [QUESTION, CALL, TOOL_RESULT, TOOL_RESULT],
     [QUESTION, QUESTION],
     [{"role": "nobody", "content": "x"}],
     [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": " b"}]}],
@@ -50,36 +50,36 @@ TOOLS = [
         },
     }
 ]
-BEGUN = ["Well,", "Well, ", " Well,\n", "<", "e", "|", "assistant", "\n\nSo:\n", "What <|is> e?"]
+BEGUN_ANSWERS = ["Well,", "Well, ", " Well,\n", "<", "e", "|", "assistant", "\n\nSo:\n", "What <|is> e?"]
 
 
-STRANGE = {"role": "nobody", "content": "x"}
+UNKNOWN_ROLE = {"role": "nobody", "content": "x"}
 
 
 @pytest.mark.parametrize(
     ("name", "messages", "dropped"),
     [
-        ("chatml", [STRANGE, QUESTION], ""),  # it writes whatever role there is
-        ("llama3", [QUESTION, STRANGE, STRANGE], ""),
-        ("llama31", [QUESTION, CALL, FOUND], ""),
-        ("mistral", [QUESTION, CALL, FOUND], ""),
-        ("qwen25", [SYSTEM, QUESTION, CALL, FOUND, FOUND, ANSWER, SYSTEM], ""),
-        ("qwen25", [QUESTION, STRANGE], 'messages[1].role` "nobody"'),
+        ("chatml", [UNKNOWN_ROLE, QUESTION], ""),  # it writes every role
+        ("llama3", [QUESTION, UNKNOWN_ROLE, UNKNOWN_ROLE], ""),
+        ("llama31", [QUESTION, CALL, TOOL_RESULT], ""),
+        ("mistral", [QUESTION, CALL, TOOL_RESULT], ""),
+        ("qwen25", [SYSTEM, QUESTION, CALL, TOOL_RESULT, TOOL_RESULT, ANSWER, SYSTEM], ""),
+        ("qwen25", [QUESTION, UNKNOWN_ROLE], 'messages[1].role` "nobody"'),
         ("qwen25", [QUESTION, {"role": "nobody", "content": None}], 'messages[1].role` "nobody"'),
         ("qwen25", [QUESTION, {"role": "nobody", "content": []}], 'messages[1].role` "nobody"'),
         ("qwen25", [QUESTION, {"role": "nobody", "content": [{"type": "text", "text": "x"}]}], 'messages[1].role` "nobody"'),
-        ("qwen25", [QUESTION, CALL, {**FOUND, "role": "function"}, FOUND], 'messages[2].role` "function"'),
-        ("zephyr", [QUESTION, STRANGE | {"role": "x" * 1000}], f'messages[1].role` "{"x" * 64}"'),
-        ("zephyr", [QUESTION, CALL, FOUND, QUESTION], 'messages[2].role` "tool"'),
+        ("qwen25", [QUESTION, CALL, {**TOOL_RESULT, "role": "function"}, TOOL_RESULT], 'messages[2].role` "function"'),
+        ("zephyr", [QUESTION, UNKNOWN_ROLE | {"role": "x" * 1000}], f'messages[1].role` "{"x" * 64}"'),
+        ("zephyr", [QUESTION, CALL, TOOL_RESULT, QUESTION], 'messages[2].role` "tool"'),
     ],
 )
-def test_no_message_is_left_out_in_silence_for_its_role(name: str, messages: list[dict[str, Any]], dropped: str) -> None:
+def test_message_whose_role_the_template_drops_is_refused(name: str, messages: list[dict[str, Any]], dropped: str) -> None:
     template = ChatTemplate(TEMPLATES[name], SPECIAL)
     chat = Chat(messages=messages)
-    told = template.render(chat)
+    text = template.render(chat)
     if not dropped:
         template.check_roles(chat)
-        assert "x" in told or STRANGE not in messages
+        assert "x" in text or UNKNOWN_ROLE not in messages
         return
     with pytest.raises(Refused, match=re.escape(dropped)) as refused:
         template.check_roles(chat)
@@ -87,33 +87,35 @@ def test_no_message_is_left_out_in_silence_for_its_role(name: str, messages: lis
     assert refused.value.parameter == "messages"
 
 
-def test_a_template_may_write_a_role_in_its_own_way() -> None:
+def test_role_that_the_template_writes_in_its_own_form_is_accepted() -> None:
     template = ChatTemplate("{% for m in messages %}{% if m.role == 'critic' %}{{ m.content | upper }}{% endif %}{% endfor %}", {})
     template.check_roles(Chat(messages=[QUESTION, {"role": "critic", "content": "hm"}]))
     with pytest.raises(Refused, match=re.escape('`messages[0].role` "Critic"')):
         template.check_roles(Chat(messages=[{"role": "Critic", "content": "hm"}, QUESTION]))
 
 
-LEAVES_OUT = "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
-LATER = {"role": "system", "content": "so"}
+DROPS_LATER_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+LATER_SYSTEM = {"role": "system", "content": "so"}
 REMINDER = "<system-reminder>\nso\n</system-reminder>"
 
 
 @pytest.mark.parametrize(
-    ("messages", "said"),
+    ("messages", "expected"),
     [
-        ([LATER, QUESTION], "[system]so[user]What <|is> e?"),
-        ([QUESTION, LATER], f"[user]What <|is> e?\n\n{REMINDER}"),
-        ([QUESTION, LATER, LATER], f"[user]What <|is> e?\n\n{REMINDER}\n\n{REMINDER}"),
-        ([LATER, LATER, QUESTION], "[system]so\n\nso[user]What <|is> e?"),
-        ([FOUND, {"role": "system", "content": [{"type": "text", "text": "so"}]}], f"[tool]21 °C\n\n{REMINDER}"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}, LATER], f"[user]a\n\n{REMINDER}"),
-        ([{"role": "user", "content": []}, LATER], f"[user]{REMINDER}"),
-        ([QUESTION, {"role": "assistant", "content": "2"}, LATER], f"[user]What <|is> e?[assistant]2[user]{REMINDER}"),
+        ([LATER_SYSTEM, QUESTION], "[system]so[user]What <|is> e?"),
+        ([QUESTION, LATER_SYSTEM], f"[user]What <|is> e?\n\n{REMINDER}"),
+        ([QUESTION, LATER_SYSTEM, LATER_SYSTEM], f"[user]What <|is> e?\n\n{REMINDER}\n\n{REMINDER}"),
+        ([LATER_SYSTEM, LATER_SYSTEM, QUESTION], "[system]so\n\nso[user]What <|is> e?"),
+        ([TOOL_RESULT, {"role": "system", "content": [{"type": "text", "text": "so"}]}], f"[tool]21 °C\n\n{REMINDER}"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}, LATER_SYSTEM], f"[user]a\n\n{REMINDER}"),
+        ([{"role": "user", "content": []}, LATER_SYSTEM], f"[user]{REMINDER}"),
+        ([QUESTION, {"role": "assistant", "content": "2"}, LATER_SYSTEM], f"[user]What <|is> e?[assistant]2[user]{REMINDER}"),
     ],
 )
-def test_a_later_system_message_may_join_the_one_before(messages: list[dict[str, Any]], said: str) -> None:
-    assert ChatTemplate(LEAVES_OUT, {}).render(Chat(messages=messages, folds_system=True)) == said
+def test_later_system_message_is_folded_into_the_message_before(messages: list[dict[str, Any]], expected: str) -> None:
+    assert ChatTemplate(DROPS_LATER_SYSTEM, {}).render(Chat(messages=messages, folds_system=True)) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,19 +123,19 @@ def test_a_later_system_message_may_join_the_one_before(messages: list[dict[str,
     [
         (TEMPLATES["chatml"], False),
         (TEMPLATES["qwen3"], False),
-        (LEAVES_OUT, True),
-        (TEMPLATES["mistral"], True),  # refuses it
-        (TEMPLATES["deepseek"], True),  # puts it first, instead of the first
-        (LEAVES_OUT.replace("m.content", "m.content[0].text"), True),
+        (DROPS_LATER_SYSTEM, True),
+        (TEMPLATES["mistral"], True),  # the template refuses it
+        (TEMPLATES["deepseek"], True),  # the template writes it first, in place of the first
+        (DROPS_LATER_SYSTEM.replace("m.content", "m.content[0].text"), True),
     ],
 )
-def test_it_joins_only_where_the_template_has_no_place_for_it(source: str, folds: bool) -> None:
+def test_later_system_message_is_folded_only_if_the_template_cannot_write_it(source: str, folds: bool) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    assert (REMINDER in ChatTemplate(source, SPECIAL).render(Chat(messages=[*parts, LATER], folds_system=True))) == folds
+    assert (REMINDER in ChatTemplate(source, SPECIAL).render(Chat(messages=[*parts, LATER_SYSTEM], folds_system=True))) == folds
 
 
 def rendered_by_transformers(source: str, chat: Chat) -> str:
-    """Raises whatever it raises."""
+    """The reference; raises whatever transformers raises."""
     reference = pytest.importorskip("transformers.utils.chat_template_utils")
     [text], _ = reference.render_jinja_template(
         [chat.messages],
@@ -149,14 +151,14 @@ def rendered_by_transformers(source: str, chat: Chat) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_it_renders_what_transformers_renders(name: str) -> None:
+def test_templates_of_all_families_render_like_transformers(name: str) -> None:
     template = ChatTemplate(TEMPLATES[name], SPECIAL)
-    same = 0  # the rest is refused by both
+    equal = 0  # both refuse the rest
     for messages in CHATS:
         for tools in (None, TOOLS):
-            for asked in ({}, {"enable_thinking": False}, {"date_string": "today", "custom_tools": None}):
-                for prompted in (True, False):
-                    chat = Chat(messages=messages, tools=tools, variables=asked, add_generation_prompt=prompted)
+            for variables in ({}, {"enable_thinking": False}, {"date_string": "today", "custom_tools": None}):
+                for add_prompt in (True, False):
+                    chat = Chat(messages=messages, tools=tools, variables=variables, add_generation_prompt=add_prompt)
                     if isinstance(messages[0]["content"], list) and not template.takes_parts:
                         continue  # transformers would let the template fail, or write the list
                     try:
@@ -166,8 +168,8 @@ def test_it_renders_what_transformers_renders(name: str) -> None:
                             template.render(chat)
                         continue
                     assert template.render(chat) == expected
-                    same += 1
-    assert same >= 20
+                    equal += 1
+    assert equal >= 20
 
 
 def continued(source: str, content: str | None) -> str:
@@ -176,71 +178,83 @@ def continued(source: str, content: str | None) -> str:
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3, GEMMA3, QWEN25])
-@pytest.mark.parametrize("content", BEGUN)
-def test_it_ends_where_transformers_ends_it(source: str, content: str) -> None:
+@pytest.mark.parametrize("content", BEGUN_ANSWERS)
+def test_continued_message_ends_where_transformers_ends_it(source: str, content: str) -> None:
     messages = [QUESTION, {"role": "assistant", "content": content}]
     chat = Chat(messages=messages, continue_final_message=True, add_generation_prompt=False)
     assert continued(source, content) == rendered_by_transformers(source, chat)
 
 
-LOOPS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
-SOME = (  # loops over tools' results alone
+LOOPS_OVER_PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+LOOPS_OVER_TOOL_PARTS = (  # loops over parts of tool results only
     "{% for m in messages %}[{{ m.role }}]{% if m.role == 'tool' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-LIKEWISE = LOOPS + "{% if tools is iterable and tools is not string %}{% endif %}"  # asks, but not what contents are
-STRICT = "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt is needed') }}{% endif %}" + LOOPS
+LOOPS_AND_ASKS_ABOUT_TOOLS = (
+    LOOPS_OVER_PARTS + "{% if tools is iterable and tools is not string %}{% endif %}"
+)  # asks for a type, but not the content's
+NEEDS_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('a system prompt is needed') }}{% endif %}" + LOOPS_OVER_PARTS
+)
 
 
-@pytest.mark.parametrize("source", [LOOPS, LIKEWISE, STRICT])
-def test_a_text_comes_in_parts_where_nothing_else_is_read(source: str) -> None:
+@pytest.mark.parametrize("source", [LOOPS_OVER_PARTS, LOOPS_AND_ASKS_ABOUT_TOOLS, NEEDS_SYSTEM])
+def test_text_content_becomes_parts_if_the_template_reads_only_parts(source: str) -> None:
     assert ChatTemplate(source, SPECIAL).render(Chat(messages=[SYSTEM, QUESTION])) == "[system] Be brief. [user]What <|is> e?"
 
 
-def test_a_text_stays_one_where_only_some_contents_are_looped_over() -> None:
+def test_text_content_stays_text_if_only_some_roles_contents_are_looped_over() -> None:
     chat = Chat(messages=[SYSTEM, QUESTION, {"role": "tool", "content": [{"type": "text", "text": "21"}]}])
-    text = ChatTemplate(SOME, SPECIAL).render(chat)
-    assert text == rendered_by_transformers(SOME, chat) == "[system] Be brief. [user]What <|is> e?[tool]21"
+    text = ChatTemplate(LOOPS_OVER_TOOL_PARTS, SPECIAL).render(chat)
+    assert text == rendered_by_transformers(LOOPS_OVER_TOOL_PARTS, chat) == "[system] Be brief. [user]What <|is> e?[tool]21"
 
 
-NAMED = "{% for m in messages %}{% set found = m['content'] %}{% for p in found %}{{ p['text'] }}{% endfor %}{% endfor %}"
-FIRST = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
+LOOPS_OVER_A_VARIABLE = (
+    "{% for m in messages %}{% set found = m['content'] %}{% for p in found %}{{ p['text'] }}{% endfor %}{% endfor %}"
+)
+INDEXES_FIRST_PART = "{% for m in messages %}{{ m.content[0].text }}{% endfor %}"
 
 
-@pytest.mark.parametrize("source", [NAMED, FIRST])
-def test_parts_are_read_in_any_way(source: str) -> None:
+@pytest.mark.parametrize("source", [LOOPS_OVER_A_VARIABLE, INDEXES_FIRST_PART])
+def test_template_that_reads_parts_by_variable_or_index_gets_parts(source: str) -> None:
     for content in ("a b", [{"type": "text", "text": "a b"}]):
         assert ChatTemplate(source, SPECIAL).render(Chat(messages=[{"role": "user", "content": content}])) == "a b"
 
 
-# As DeepSeek's: calls are written where there is no content, or their arguments put between other texts.
-SILENT = (
+# Like DeepSeek's: calls are written if there is no content, or arguments are concatenated with other text.
+CALLS_WITHOUT_CONTENT = (
     "{% for m in messages %}[{{ m.role }}]{% if m['content'] is none %}{% for c in m.tool_calls %}"
     "{{ c.function.name + ' ' + c['function']['arguments'] }}{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-JOINED = (
+CONCATENATED_ARGUMENTS = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
     "{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endfor %}"
 )
-PRINTED = JOINED.replace("c.function.name + ' ' + c.function.arguments", "c.function.name }} {{ c.function.arguments")
-OWN = JOINED.replace("c.function.name + ' ' + c.function.arguments", "c.function.name }} {{ c.function.arguments | tojson")
-# It asks for messages without content, but fails for them: as DeepSeek R1 0528's.
-FAILING = "{% for m in messages %}{{ '' if '</think>' in m.content }}{% endfor %}" + JOINED.replace(
+PRINTED_ARGUMENTS = CONCATENATED_ARGUMENTS.replace(
+    "c.function.name + ' ' + c.function.arguments", "c.function.name }} {{ c.function.arguments"
+)
+TOJSON_ARGUMENTS = CONCATENATED_ARGUMENTS.replace(
+    "c.function.name + ' ' + c.function.arguments", "c.function.name }} {{ c.function.arguments | tojson"
+)
+# Like DeepSeek R1 0528's: it checks for messages without content, but fails for them.
+FAILS_WITHOUT_CONTENT = "{% for m in messages %}{{ '' if '</think>' in m.content }}{% endfor %}" + CONCATENATED_ARGUMENTS.replace(
     "{{ m.content }}", "{% if m.content is not none %}{{ m.content }}{% endif %}"
 )
 
 
 @pytest.mark.parametrize("content", [None, ""])
-@pytest.mark.parametrize("source", [SILENT, JOINED, PRINTED, OWN, FAILING])
-def test_calls_are_written_as_each_template_can(source: str, content: str | None) -> None:
-    """What it gets of OpenAI's clients: no content, or an empty one, and arguments as a text of JSON."""
+@pytest.mark.parametrize(
+    "source", [CALLS_WITHOUT_CONTENT, CONCATENATED_ARGUMENTS, PRINTED_ARGUMENTS, TOJSON_ARGUMENTS, FAILS_WITHOUT_CONTENT]
+)
+def test_tool_calls_are_given_as_text_or_object_as_each_template_needs(source: str, content: str | None) -> None:
+    """OpenAI's clients send no content, or empty content, and arguments as JSON text."""
     given = {**CALL, "content": content, "tool_calls": [{"function": {"name": "sun", "arguments": '{"city": "Zürich"}'}}]}
-    chat = Chat(messages=messages_of([QUESTION, given, FOUND]))
+    chat = Chat(messages=messages_of([QUESTION, given, TOOL_RESULT]))
     expected = '[user]What <|is> e?[assistant]sun {"city": "Zürich"}[tool]21 °C'
     assert ChatTemplate(source, SPECIAL).render(chat) == expected
 
 
-def test_no_content_is_no_word() -> None:
+def test_null_content_is_not_rendered_as_none() -> None:
     chat = Chat(
         messages=messages_of([{"role": "system", "content": None}, {"role": "user"}, {"role": "assistant", "content": None}])
     )
@@ -249,14 +263,14 @@ def test_no_content_is_no_word() -> None:
             assert "None" not in ChatTemplate(source, SPECIAL).render(chat)
 
 
-def test_calls_can_not_be_continued() -> None:
+def test_message_with_tool_calls_cannot_be_continued() -> None:
     for content in ("", None):
         chat = Chat(messages=[QUESTION, {**CALL, "content": content}], continue_final_message=True)
         with pytest.raises(Refused, match="the last message has"):
             ChatTemplate(CHATML, SPECIAL).render(chat)
 
 
-def test_a_message_in_parts_is_continued_behind_its_last_text() -> None:
+def test_message_in_parts_is_continued_after_its_last_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b c "}]
     chat = Chat(messages=[QUESTION, {"role": "assistant", "content": parts}], continue_final_message=True)
     assert ChatTemplate(GEMMA3, SPECIAL).render(chat).endswith("assistant\nab c")
@@ -265,13 +279,13 @@ def test_a_message_in_parts_is_continued_behind_its_last_text() -> None:
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3])
-def test_an_empty_message_is_an_answer_that_begins(source: str) -> None:
+def test_continuing_an_empty_message_is_a_generation_prompt(source: str) -> None:
     expected = ChatTemplate(source, SPECIAL).render(Chat(messages=[QUESTION]))
     assert continued(source, "") == expected
-    assert continued(source, " ") in (expected, expected + " ")  # the template may keep a space, or strip it; nothing else
+    assert continued(source, " ") in (expected, expected + " ")  # the template may only keep or strip the space
 
 
-def test_what_cannot_be_continued_is_refused() -> None:
+def test_message_without_text_or_changed_by_the_template_cannot_be_continued() -> None:
     with pytest.raises(Refused, match="no text that could be continued"):
         continued(CHATML, None)
     for source in ("{{ messages[0].content }}", "{{ messages[-1].content | replace('ell', 'ill') }}"):
@@ -279,21 +293,21 @@ def test_what_cannot_be_continued_is_refused() -> None:
             continued(source, "Well,")
 
 
-PARTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text | upper }};{% endfor %}{% endfor %}"
+UPPERCASE_PARTS = "{% for m in messages %}{% for part in m['content'] %}{{ part.text | upper }};{% endfor %}{% endfor %}"
 
 
-def test_content_comes_as_the_template_reads_it() -> None:
+def test_content_is_converted_to_parts_or_text_as_the_template_reads_it() -> None:
     text = [{"role": "user", "content": "ab"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert [ChatTemplate(PARTS, {}).render(Chat(messages=messages)) for messages in (text, parts)] == ["AB;", "A;B;"]
-    strings = ChatTemplate("{{ messages[0].content | upper }}", {})
-    assert [strings.render(Chat(messages=messages)) for messages in (text, parts)] == ["AB", "AB"]
-    picture = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    assert [ChatTemplate(UPPERCASE_PARTS, {}).render(Chat(messages=messages)) for messages in (text, parts)] == ["AB;", "A;B;"]
+    text_template = ChatTemplate("{{ messages[0].content | upper }}", {})
+    assert [text_template.render(Chat(messages=messages)) for messages in (text, parts)] == ["AB", "AB"]
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
     with pytest.raises(Refused, match=r"'image_url'.*only text"):
-        strings.render(Chat(messages=picture))
+        text_template.render(Chat(messages=image))
 
 
-def test_variables_of_a_request_do_not_replace_the_chat() -> None:
+def test_chat_template_kwargs_do_not_replace_messages() -> None:
     template = ChatTemplate("{{ messages[0].content }} {{ bos_token }} {{ enable_thinking }} {{ documents[0].text }}", SPECIAL)
     chat = Chat(
         messages=[QUESTION],
@@ -303,7 +317,7 @@ def test_variables_of_a_request_do_not_replace_the_chat() -> None:
     assert template.render(chat) == "What <|is> e? <b> False doc"
 
 
-def test_which_of_several_templates_is_used() -> None:
+def test_named_template_is_chosen_by_tools_then_documents() -> None:
     named = {"default": "d", "tool_use": "t", "rag": "r"}
     documents = [{"text": ""}]
     assert choose(named, Chat(messages=[QUESTION])) == "d"
@@ -335,10 +349,10 @@ def test_which_of_several_templates_is_used() -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )
-def test_what_a_template_may_not_do(source: str, message: str) -> None:
+def test_template_that_exceeds_limits_or_the_sandbox_is_refused(source: str, message: str) -> None:
     with pytest.raises(Refused, match=re.compile(message, re.IGNORECASE)):
         ChatTemplate(source, {}).render(Chat(messages=[QUESTION]))
 
 
-def test_constants_are_not_computed_before_there_are_limits() -> None:
+def test_constant_expressions_are_not_evaluated_at_compile_time() -> None:
     ChatTemplate("{{ 'a' * 10 ** 12 }}{{ 10 ** 10 ** 10 }}", {})

@@ -1,4 +1,4 @@
-"""Traces, as a collector gets them: a tiny one that listens for OTLP over HTTP."""
+"""`Tracer`: the spans as received by a small collector that accepts OTLP over HTTP."""
 
 import asyncio
 import os
@@ -31,7 +31,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Collector:
-    """What was sent, span by span."""
+    """Stores the received spans."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -84,7 +84,7 @@ def attributes(span: object) -> dict[str, object]:
     return found
 
 
-def test_a_request_is_a_span_with_its_phases_as_children() -> None:
+def test_request_span_has_its_attributes_and_its_phases_as_child_spans() -> None:
     request = Request(prompt=(1, 2, 3), max_new_tokens=9, sampling=Sampling(temperature=0.5, top_p=0.9, seed=7), choices=2)
     with collecting() as (collector, endpoint):
         tracer = Tracer(endpoint, "mine", "some/model")
@@ -127,7 +127,7 @@ def test_a_request_is_a_span_with_its_phases_as_children() -> None:
         assert (child.end_time_unix_nano - child.start_time_unix_nano) / 1e9 == pytest.approx(seconds, abs=1e-3)
 
 
-def failing(failure: str) -> Record:
+def failed_record(failure: str) -> Record:
     return Record("id", runs=[Run(Request(prompt=(1,), max_new_tokens=1), 1.0, failure=failure)])
 
 
@@ -135,15 +135,15 @@ def failing(failure: str) -> Record:
     ("record", "status", "kind", "error"),
     [
         (Record("id", error="validation"), 422, "validation", False),
-        (failing("dropped"), 499, "dropped", False),
-        (failing("dropped"), 200, "dropped", False),
-        (failing("shards"), 200, "shards", True),  # a stream that had begun
+        (failed_record("dropped"), 499, "dropped", False),
+        (failed_record("dropped"), 200, "dropped", False),
+        (failed_record("shards"), 200, "shards", True),  # a stream that had started
         (Record("id"), 500, "500", True),
-        (failing(""), 200, None, False),
+        (failed_record(""), 200, None, False),
     ],
 )
-def test_a_request_that_came_to_nothing_says_why(record: Record, status: int, kind: str | None, error: bool) -> None:
-    """The status is set for our faults only, as the conventions for HTTP servers have it."""
+def test_span_of_a_failed_request_has_its_error_type_and_status(record: Record, status: int, kind: str | None, error: bool) -> None:
+    """The span's status is set for internal errors only, following the conventions for HTTP servers."""
     with collecting() as (collector, endpoint):
         tracer = Tracer(endpoint, "mine", "m")
         tracer.end(tracer.begin({}, record), record, "/generate", status)
@@ -155,8 +155,8 @@ def test_a_request_that_came_to_nothing_says_why(record: Record, status: int, ki
 
 
 @pytest.mark.parametrize(("parents", "known"), [([PARENT], True), ([PARENT, PARENT], False), ([], False)])
-def test_two_parents_are_none(parents: list[str], known: bool) -> None:
-    """W3C: a trace begins anew."""
+def test_trace_continues_only_with_exactly_one_traceparent_header(parents: list[str], known: bool) -> None:
+    """By W3C's specification a new trace begins then."""
     headers = CIMultiDict([("Traceparent", parent) for parent in parents] + [("Tracestate", "a=b"), ("Tracestate", "c=d")])
     with collecting() as (collector, endpoint):
         tracer = Tracer(endpoint, "mine", "m")
@@ -168,7 +168,7 @@ def test_two_parents_are_none(parents: list[str], known: bool) -> None:
     assert span.trace_state == ("a=b,c=d" if known else "")
 
 
-SILENT = """
+SILENT_COLLECTOR = """
 import socket, time
 from penstock.router import tracing
 from penstock.router.record import Record
@@ -182,11 +182,13 @@ with socket.create_server(("127.0.0.1", 0)) as listening:
 """
 
 
-def test_a_collector_that_is_silent_holds_up_nobody() -> None:
-    """Neither the end of the server nor that of the interpreter. The SDK alone would wait for 30 s."""
-    patient = {**os.environ, "OTEL_EXPORTER_OTLP_TIMEOUT": "600"}
+def test_silent_collector_does_not_delay_closing() -> None:
+    """Neither the end of the server nor that of the interpreter waits for it. The SDK alone would wait for 30 s."""
+    environment = {**os.environ, "OTEL_EXPORTER_OTLP_TIMEOUT": "600"}
     began = time.monotonic()
-    ended = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=60, check=True, env=patient)
+    ended = subprocess.run(
+        [sys.executable, "-c", SILENT_COLLECTOR], capture_output=True, text=True, timeout=60, check=True, env=environment
+    )
     assert ended.stdout == "closed\n"
     assert "the last spans are lost" in ended.stderr
     assert 0.5 <= time.monotonic() - began < 29
@@ -229,5 +231,5 @@ def test_http_requests_are_traced_and_probes_are_not(tokenizer: Tokenizer) -> No
         ("https://a/otlp/v1/traces", "https://a/otlp/v1/traces"),
     ],
 )
-def test_where_a_collector_listens(given: str, url: str) -> None:
+def test_collector_url_gets_the_traces_path_if_it_has_none(given: str, url: str) -> None:
     assert _url(given) == url

@@ -1,4 +1,4 @@
-"""Every rule about parameters, with TGI's words for it."""
+"""Validation of request parameters: limits, TGI's messages, defaults, and what reaches the batcher."""
 
 import asyncio
 import math
@@ -28,8 +28,8 @@ def validate(tokenizer: Tokenizer, prompt: Any = "hi", config: RouterConfig = CO
     return asyncio.run(Validator(config, tokenizer).request(prompt, Parameters(**given), LIMITS))
 
 
-WITHOUT = "`{}` needs beams: ask for them with `num_beams` > 1, or leave it out"
-BAD: list[tuple[dict[str, Any], str]] = [
+NEEDS_BEAMS = "`{}` needs beams: ask for them with `num_beams` > 1, or leave it out"
+INVALID: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.0}, "`temperature` must be strictly positive"),
     ({"temperature": -1.0}, "`temperature` must be strictly positive"),
     ({"repetition_penalty": 0.0}, "`repetition_penalty` must be strictly positive"),
@@ -82,11 +82,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "`best_of` together with `num_beams` > 1 is not supported: `num_return_sequences` says how many of the best beams are "
         "answers",
     ),
-    ({"num_return_sequences": 2}, WITHOUT.format("num_return_sequences")),
-    ({"num_beams": 1, "length_penalty": 0.5}, WITHOUT.format("length_penalty")),
-    ({"early_stopping": True}, WITHOUT.format("early_stopping")),
-    ({"early_stopping": "never"}, WITHOUT.format("early_stopping")),
-    ({"stream_beams": True}, WITHOUT.format("stream_beams")),
+    ({"num_return_sequences": 2}, NEEDS_BEAMS.format("num_return_sequences")),
+    ({"num_beams": 1, "length_penalty": 0.5}, NEEDS_BEAMS.format("length_penalty")),
+    ({"early_stopping": True}, NEEDS_BEAMS.format("early_stopping")),
+    ({"early_stopping": "never"}, NEEDS_BEAMS.format("early_stopping")),
+    ({"stream_beams": True}, NEEDS_BEAMS.format("stream_beams")),
     ({"prompt": ""}, "`inputs` cannot be empty"),
     ({"prompt": []}, "`inputs` cannot be empty"),
     ({"prompt": [1, 300]}, "`inputs` has the token id 300; the model knows 0 to 299"),
@@ -102,8 +102,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "message"), BAD)
-def test_it_is_refused_in_tgis_words(tokenizer: Tokenizer, given: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("given", "message"), INVALID)
+def test_invalid_parameter_is_refused_with_tgis_message(tokenizer: Tokenizer, given: dict[str, Any], message: str) -> None:
     with pytest.raises(Refused) as refused:
         validate(tokenizer, **given)
     assert str(refused.value) == message
@@ -114,47 +114,47 @@ def test_it_is_refused_in_tgis_words(tokenizer: Tokenizer, given: dict[str, Any]
     "name", ["temperature", "repetition_penalty", "frequency_penalty", "presence_penalty", "top_p", "typical_p", "min_p"]
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
-def test_numbers_that_are_none_are_refused_by_name(tokenizer: Tokenizer, name: str, value: float) -> None:
+def test_non_finite_number_is_refused_with_the_parameters_name(tokenizer: Tokenizer, name: str, value: float) -> None:
     with pytest.raises(Refused, match=f"`{name}`"):
         validate(tokenizer, **{name: value})
 
 
-def test_numbers_that_32_bits_make_zero_are_zero(tokenizer: Tokenizer) -> None:
+def test_temperature_that_underflows_float32_counts_as_zero(tokenizer: Tokenizer) -> None:
     with pytest.raises(Refused, match="strictly positive"):
         validate(tokenizer, temperature=1e-300)
 
 
-def test_next_to_no_temperature_is_none(tokenizer: Tokenizer) -> None:
-    """Of 32 bits, quotients by 1e-38 are infinite or no numbers at all."""
-    for cold in (1.3e-38, 9e-6):
-        assert validate(tokenizer, temperature=cold, seed=3).sampling.temperature == 0.0
-        assert validate(tokenizer, temperature=cold, num_beams=2).sampling.temperature == 0.0
+def test_tiny_temperature_becomes_greedy(tokenizer: Tokenizer) -> None:
+    """In float32, quotients by 1e-38 are infinite or NaN."""
+    for temperature in (1.3e-38, 9e-6):
+        assert validate(tokenizer, temperature=temperature, seed=3).sampling.temperature == 0.0
+        assert validate(tokenizer, temperature=temperature, num_beams=2).sampling.temperature == 0.0
     assert validate(tokenizer, temperature=1e-5).sampling.temperature == 1e-5
 
 
-def test_a_stop_string_that_is_a_special_token_ends_by_its_token(tokenizer: Tokenizer) -> None:
+def test_stop_string_that_is_a_special_token_becomes_an_end_id(tokenizer: Tokenizer) -> None:
     request = validate(tokenizer, stop=["<s>", "a<s>", "<s>"])
     assert (request.stop, request.end_ids) == (("a<s>",), (1, 0))
     request = validate(tokenizer, stop=["</s>"], ignore_eos=True)
     assert (request.stop, request.end_ids) == ((), (1,))
     assert validate(tokenizer, end_ids=[7], ignore_eos=True).end_ids == (7,)
-    # It is text like any other where special tokens are.
+    # If special tokens are not skipped, it is text like any other.
     request = validate(tokenizer, stop=["<s>"], skip_special_tokens=False)
     assert (request.stop, request.end_ids) == (("<s>",), (1,))
-    # Beams end in the shards, which know it as a token only; then the text holds it, or not, as any other string that ends it.
+    # Beams end in the shards, which know it only as a token; the text then includes or omits it like any other stop string.
     request = validate(tokenizer, stop=["<s>", "a<s>"], skip_special_tokens=False, num_beams=2)
     assert (request.stop, request.end_ids) == (("<s>", "a<s>"), (1, 0))
     with pytest.raises(Refused, match="supports up to 4 stop sequences"):
         validate(tokenizer, stop=["<s>"] * 5)
 
 
-def test_end_tokens_that_the_model_lacks_are_left_out(tokenizer: Tokenizer) -> None:
+def test_end_ids_outside_the_vocabulary_are_dropped(tokenizer: Tokenizer) -> None:
     limits = replace(LIMITS, vocabulary=1)
     request = asyncio.run(Validator(CONFIG, tokenizer).request([0], Parameters(stop=["<s>"]), limits))
     assert request.end_ids == (0,)
 
 
-def test_nothing_said_is_greedy_to_the_end(tokenizer: Tokenizer) -> None:
+def test_defaults_are_greedy_with_all_remaining_tokens(tokenizer: Tokenizer) -> None:
     request = validate(tokenizer)
     assert request.prompt == tuple(tokenizer.encode("hi"))
     assert request.max_new_tokens == 128 - 3
@@ -164,14 +164,14 @@ def test_nothing_said_is_greedy_to_the_end(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("given", [{"do_sample": True}, {"top_k": 3}, {"top_p": 0.9}, {"typical_p": 0.9}, {"temperature": 1.0}])
-def test_any_of_these_means_sampling(tokenizer: Tokenizer, given: dict[str, Any]) -> None:
+def test_each_sampling_parameter_enables_sampling_with_a_random_seed(tokenizer: Tokenizer, given: dict[str, Any]) -> None:
     request = validate(tokenizer, **given)
     assert request.sampling.temperature == 1.0
     assert 0 < request.sampling.seed < 2**64
     assert validate(tokenizer, **given).sampling.seed != request.sampling.seed
 
 
-def test_what_is_given_arrives(tokenizer: Tokenizer) -> None:
+def test_given_parameters_are_in_the_request(tokenizer: Tokenizer) -> None:
     request = validate(
         tokenizer,
         temperature=0.5,
@@ -198,35 +198,35 @@ def test_what_is_given_arrives(tokenizer: Tokenizer) -> None:
     assert (request.max_new_tokens, request.stop, request.end_ids, request.top_n) == (125, ("a", "b"), (), 5)
 
 
-def test_truncate_keeps_the_end(tokenizer: Tokenizer) -> None:
+def test_truncate_keeps_the_prompts_end(tokenizer: Tokenizer) -> None:
     assert validate(tokenizer, "x" * 200 + "abc", truncate=3).prompt == tuple(tokenizer.encode("abc", False))
 
 
-def test_token_ids_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
+def test_prompt_of_token_ids_is_unchanged(tokenizer: Tokenizer) -> None:
     assert validate(tokenizer, [7, 8, 299]).prompt == (7, 8, 299)
 
 
-def test_long_texts_are_tokenized_beside_the_event_loop(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
+def test_long_text_is_tokenized_outside_the_event_loops_thread(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_main_thread = []
     encode = tokenizer.encode
 
-    def spy(text: str, add_special_tokens: bool = True) -> list[int]:
-        threads.append(threading.current_thread() is threading.main_thread())
+    def recording_encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        in_main_thread.append(threading.current_thread() is threading.main_thread())
         return encode(text, add_special_tokens)
 
-    monkeypatch.setattr(tokenizer, "encode", spy)
+    monkeypatch.setattr(tokenizer, "encode", recording_encode)
     for text in ("short", "x" * (LONG_TEXT + 1)):
         validate(tokenizer, text, truncate=5)
-    assert threads == [True, False]
+    assert in_main_thread == [True, False]
 
 
-def test_choices_are_none_of_the_operators_offer(tokenizer: Tokenizer) -> None:
+def test_best_of_is_refused_if_max_best_of_is_1(tokenizer: Tokenizer) -> None:
     with pytest.raises(Refused, match=r"^`best_of` != 1 is not allowed for this endpoint$"):
         validate(tokenizer, config=replace(CONFIG, max_best_of=1), choices=2)
 
 
-def test_what_could_never_fit_is_refused_with_the_numbers(tokenizer: Tokenizer) -> None:
-    """9 tokens of prompt fill 2 pages of 4 and begin a third."""
+def test_choices_that_can_never_fit_the_kv_cache_are_refused_with_the_page_counts(tokenizer: Tokenizer) -> None:
+    """A prompt of 9 tokens fills 2 pages of 4 and begins a third."""
     limits = replace(LIMITS, pages=14, page_size=4)
 
     def ask(**given: Any) -> Request:
@@ -244,36 +244,36 @@ def test_what_could_never_fit_is_refused_with_the_numbers(tokenizer: Tokenizer) 
     assert ask().max_new_tokens == 48
 
 
-def test_priority_and_timeout_are_taken(tokenizer: Tokenizer) -> None:
+def test_priority_timeout_and_tenant_are_in_the_request(tokenizer: Tokenizer) -> None:
     request = validate(tokenizer, priority="batch", timeout=2.5, tenant="x")
     assert (request.priority, request.timeout, request.tenant) == (Priority.BATCH, 2.5, "x")
     request = validate(tokenizer)
     assert (request.priority, request.timeout, request.tenant, request.choices) == (Priority.NORMAL, 0.0, "", 1)
 
 
-def test_a_request_that_is_not_valid_in_time_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = threading.Event()
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special: [1] * free.wait(20))
+def test_timeout_ends_a_request_during_tokenization(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_finish = threading.Event()
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, special: [1] * may_finish.wait(20))
     validator = Validator(CONFIG, tokenizer)
 
     async def ask(**given: Any) -> Request:
         return await validator.request("a" * 2 * LONG_TEXT, Parameters(truncate=9, **given), LIMITS)
 
     async def run() -> None:
-        began = monotonic()
+        start = monotonic()
         with pytest.raises(Expired, match=re.escape("not complete 0.05 s after the request came: 0 tokens")):
             await ask(timeout=0.05)
         with pytest.raises(Expired, match="not complete 60 s"):
-            await ask(timeout=60.0, arrived=began - 59.95)
-        assert monotonic() - began < 10
-        free.set()
-        request = await ask(timeout=60.0, arrived=began)
-        assert (request.timeout, request.arrived) == (60.0, began)
+            await ask(timeout=60.0, arrived=start - 59.95)
+        assert monotonic() - start < 10
+        may_finish.set()
+        request = await ask(timeout=60.0, arrived=start)
+        assert (request.timeout, request.arrived) == (60.0, start)
 
     asyncio.run(run())
 
 
-def test_beams(tokenizer: Tokenizer) -> None:
+def test_beam_parameters_are_in_the_request(tokenizer: Tokenizer) -> None:
     request = validate(tokenizer, num_beams=4)
     assert (request.beams, request.choices, request.sampling.temperature) == (Beams(width=4), 1, 0.0)
     request = validate(
@@ -288,7 +288,7 @@ def test_beams(tokenizer: Tokenizer) -> None:
     assert validate(tokenizer, num_beams=1, choices=3, do_sample=True).choices == 3
 
 
-def test_the_operators_beams_are_for_those_who_ask_for_nothing(tokenizer: Tokenizer) -> None:
+def test_servers_default_num_beams_applies_only_without_sampling_or_choices(tokenizer: Tokenizer) -> None:
     config = replace(CONFIG, num_beams=4)
     assert validate(tokenizer, config=config).beams == Beams(width=4)
     assert validate(tokenizer, config=config, num_return_sequences=3, length_penalty=2.0).choices == 3
@@ -297,29 +297,29 @@ def test_the_operators_beams_are_for_those_who_ask_for_nothing(tokenizer: Tokeni
         assert validate(tokenizer, config=config, **given).beams is None, given
 
 
-def test_who_asks_for_no_beams_is_not_refused_for_them(tokenizer: Tokenizer) -> None:
-    """The prompt fills 2 pages of 4 tokens and begins a third."""
+def test_default_beams_are_dropped_if_they_cannot_fit_and_requested_ones_refused(tokenizer: Tokenizer) -> None:
+    """A prompt of 9 tokens fills 2 pages of 4 and begins a third."""
     validator = Validator(replace(CONFIG, num_beams=4), tokenizer)
 
     def ask(limits: Limits, **given: Any) -> Request:
         return asyncio.run(validator.request([5] * 9, Parameters(**given), limits))
 
-    few = replace(LIMITS, pages=14, page_size=4)
-    assert ask(few, max_new_tokens=12).beams == Beams(width=4)
-    alone = ask(few, max_new_tokens=13, stop=["<s>"], speculate=0)
-    assert (alone.beams, alone.choices, alone.max_new_tokens, alone.end_ids) == (None, 1, 13, (1, 0))
+    few_pages = replace(LIMITS, pages=14, page_size=4)
+    assert ask(few_pages, max_new_tokens=12).beams == Beams(width=4)
+    greedy = ask(few_pages, max_new_tokens=13, stop=["<s>"], speculate=0)
+    assert (greedy.beams, greedy.choices, greedy.max_new_tokens, greedy.end_ids) == (None, 1, 13, (1, 0))
     assert ask(replace(LIMITS, vocabulary=7)).beams is None
-    ends = list(range(CANDIDATES))
-    assert ask(replace(LIMITS, vocabulary=1 << 17), end_ids=ends, ignore_eos=True).end_ids == tuple(ends)
+    end_ids = list(range(CANDIDATES))
+    assert ask(replace(LIMITS, vocabulary=1 << 17), end_ids=end_ids, ignore_eos=True).end_ids == tuple(end_ids)
     for given in ({"num_beams": 4}, {"num_return_sequences": 2}, {"length_penalty": 0.5}, {"early_stopping": True}):
         with pytest.raises(Refused, match="4 beams over 9 `inputs` tokens"):
-            ask(few, max_new_tokens=13, **given)
+            ask(few_pages, max_new_tokens=13, **given)
     with pytest.raises(Refused, match="1 answers to 9 `inputs` tokens"):
-        ask(few, max_new_tokens=60)
+        ask(few_pages, max_new_tokens=60)
 
 
 @pytest.mark.parametrize(
-    ("settings", "most", "flag"),
+    ("settings", "limit", "flag"),
     [
         ({"max_num_beams": 3}, 3, "--max-num-beams"),
         ({"max_batch_size": 2}, 2, "--max-batch-size"),
@@ -327,16 +327,18 @@ def test_who_asks_for_no_beams_is_not_refused_for_them(tokenizer: Tokenizer) -> 
         ({"max_num_beams": 200}, 128, "--max-batch-size"),
     ],
 )
-def test_beams_are_as_many_as_run_at_once(tokenizer: Tokenizer, settings: dict[str, int], most: int, flag: str) -> None:
+def test_num_beams_is_limited_by_the_options_for_concurrent_sequences(
+    tokenizer: Tokenizer, settings: dict[str, int], limit: int, flag: str
+) -> None:
     config = replace(CONFIG, **settings)  # type: ignore[arg-type]
-    assert validate(tokenizer, config=config, num_beams=most).beams == Beams(width=most)
+    assert validate(tokenizer, config=config, num_beams=limit).beams == Beams(width=limit)
     with pytest.raises(Refused) as refused:
-        validate(tokenizer, config=config, num_beams=most + 1)
-    assert str(refused.value) == f"`num_beams` must be > 0 and <= {most} ({flag}). Given: {most + 1}"
+        validate(tokenizer, config=config, num_beams=limit + 1)
+    assert str(refused.value) == f"`num_beams` must be > 0 and <= {limit} ({flag}). Given: {limit + 1}"
 
 
-def test_all_must_run_at_once(tokenizer: Tokenizer) -> None:
-    """Shards may have room for fewer than the operator allows."""
+def test_num_beams_and_best_of_are_limited_by_the_shards_sequences(tokenizer: Tokenizer) -> None:
+    """Shards may have room for fewer than the options allow."""
 
     def ask(**given: Any) -> Request:
         return asyncio.run(Validator(CONFIG, tokenizer).request([5] * 9, Parameters(**given), replace(LIMITS, sequences=2)))
@@ -349,13 +351,13 @@ def test_all_must_run_at_once(tokenizer: Tokenizer) -> None:
         ask(choices=4)
 
 
-def test_beams_are_answers_as_others_are(tokenizer: Tokenizer) -> None:
+def test_max_best_of_limits_num_return_sequences(tokenizer: Tokenizer) -> None:
     with pytest.raises(Refused, match=r"^`num_return_sequences` must be > 0 and <= 2 \(--max-best-of\). Given: 3$"):
         validate(tokenizer, config=replace(CONFIG, max_best_of=2), num_beams=4, num_return_sequences=3)
 
 
-def test_all_beams_must_fit_however_few_are_answers(tokenizer: Tokenizer) -> None:
-    """9 tokens of prompt fill 2 pages of 4 and begin a third."""
+def test_all_beams_must_fit_the_kv_cache_however_few_are_returned(tokenizer: Tokenizer) -> None:
+    """A prompt of 9 tokens fills 2 pages of 4 and begins a third."""
     limits = replace(LIMITS, pages=14, page_size=4)
 
     def ask(**given: Any) -> Request:
@@ -372,8 +374,8 @@ def test_all_beams_must_fit_however_few_are_answers(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize(("given", "each"), [({}, 2), ({"ignore_eos": True}, 2), ({"end_ids": [5, 6]}, 4)])
-def test_a_step_weighs_no_more_tokens_than_there_are(tokenizer: Tokenizer, given: dict[str, Any], each: int) -> None:
-    """transformers takes the best max(2, 1 + end tokens) * num_beams, so that enough are left that do not end."""
+def test_num_beams_is_limited_by_the_vocabulary(tokenizer: Tokenizer, given: dict[str, Any], each: int) -> None:
+    """Each step takes the best max(2, 1 + end tokens) * num_beams tokens, like transformers, so that enough of them do not end."""
 
     def ask(vocabulary: int) -> Request:
         limits = replace(LIMITS, vocabulary=vocabulary)
@@ -387,11 +389,11 @@ def test_a_step_weighs_no_more_tokens_than_there_are(tokenizer: Tokenizer, given
     )
 
 
-def test_a_step_of_beams_does_not_weigh_thousands_of_tokens(tokenizer: Tokenizer) -> None:
-    """A request with thousands of end tokens would slow all others."""
+def test_beams_with_thousands_of_end_ids_are_refused(tokenizer: Tokenizer) -> None:
+    """Such a request would slow down all others: each step has candidates for each end token."""
 
-    def ask(ends: int) -> Request:
-        parameters = Parameters(num_beams=8, ignore_eos=True, end_ids=list(range(ends)))
+    def ask(end_ids: int) -> Request:
+        parameters = Parameters(num_beams=8, ignore_eos=True, end_ids=list(range(end_ids)))
         return asyncio.run(Validator(CONFIG, tokenizer).request([5] * 3, parameters, replace(LIMITS, vocabulary=1 << 17)))
 
     assert len(ask(CANDIDATES // 8 - 1).end_ids) == CANDIDATES // 8 - 1

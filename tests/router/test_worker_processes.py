@@ -1,4 +1,4 @@
-"""Work in other processes, where these are killed, or can't be started."""
+"""`WorkerProcesses`: jobs in worker processes that are killed, crash, time out, or can't be started."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from penstock.router.worker_processes import Busy, Died, TimedOut, WorkerProcess
 JOB = b'["regex", "a", []]'
 # More rules in a row than llguidance's stack has room for.
 RULES = "start: r0\n" + "\n".join(f"r{depth}: r{depth + 1}" for depth in range(3000)) + '\nr3000: "a"'
-DEADLY = json.dumps(["lark", RULES, []]).encode()
+CRASHING_JOB = json.dumps(["lark", RULES, []]).encode()
 
 
 @pytest.fixture
@@ -26,20 +26,20 @@ def workers() -> WorkerProcesses:
     return WorkerProcesses("penstock.router.grammar", 2)
 
 
-def test_its_processes_end_with_it() -> None:
+def test_worker_processes_end_when_the_pool_is_deleted() -> None:
     async def run() -> None:
-        found = WorkerProcesses("penstock.router.grammar", 2)
-        assert await found.ask(JOB, 10)
-        [process] = found._idle
+        workers = WorkerProcesses("penstock.router.grammar", 2)
+        assert await workers.ask(JOB, 10)
+        [process] = workers._idle
         pid = process._process.pid
-        del found, process
+        del workers, process
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
 
     asyncio.run(run())
 
 
-def test_one_that_was_killed_costs_nothing(workers: WorkerProcesses) -> None:
+def test_killed_idle_worker_is_replaced(workers: WorkerProcesses) -> None:
     async def run() -> None:
         for _ in range(3):
             assert await workers.ask(JOB, 10)
@@ -49,33 +49,35 @@ def test_one_that_was_killed_costs_nothing(workers: WorkerProcesses) -> None:
     asyncio.run(run())
 
 
-def test_a_deadly_job_ends_no_more_than_two(workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_job_that_crashes_workers_is_tried_on_no_more_than_two(workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     start = subprocess.Popen
 
-    def counted(*arguments: Any, **settings: Any) -> Any:
+    def counting_start(*arguments: Any, **settings: Any) -> Any:
         started.append(arguments)
         return start(*arguments, **settings)
 
-    monkeypatch.setattr(subprocess, "Popen", counted)
+    monkeypatch.setattr(subprocess, "Popen", counting_start)
 
     async def run() -> None:
         await asyncio.gather(workers.ask(JOB, 10), workers.ask(JOB, 10))
         with pytest.raises(Died):
-            await workers.ask(DEADLY, 10)
+            await workers.ask(CRASHING_JOB, 10)
         assert await workers.ask(JOB, 10)
 
     asyncio.run(run())
     assert len(started) == 3
 
 
-def test_none_that_can_be_started_is_the_jobs_fault_never(workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no(*arguments: Any, **settings: Any) -> Any:
+def test_failure_to_start_a_worker_raises_busy_and_can_be_retried(
+    workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing_start(*arguments: Any, **settings: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     async def run() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(subprocess, "Popen", no)
+            patch.setattr(subprocess, "Popen", failing_start)
             with pytest.raises(Busy):
                 await workers.start()
             with pytest.raises(Busy):
@@ -86,14 +88,14 @@ def test_none_that_can_be_started_is_the_jobs_fault_never(workers: WorkerProcess
     asyncio.run(run())
 
 
-def test_one_that_does_not_come_up_is_no_jobs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_does_not_become_ready_raises_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START", 0.2)
-    asleep = WorkerProcesses("time", 1)  # a module that ends at once
+    workers = WorkerProcesses("time", 1)  # a module that ends at once
     with pytest.raises(Busy):
-        asyncio.run(asleep.start())
+        asyncio.run(workers.start())
 
 
-def test_who_waits_for_one_waits_so_long(workers: WorkerProcesses) -> None:
+def test_waiting_for_a_free_worker_times_out_as_busy(workers: WorkerProcesses) -> None:
     async def run() -> None:
         await asyncio.gather(*(workers._free.acquire() for _ in range(2)))
         with pytest.raises(Busy):
@@ -104,8 +106,8 @@ def test_who_waits_for_one_waits_so_long(workers: WorkerProcesses) -> None:
     asyncio.run(run())
 
 
-def test_who_leaves_when_one_becomes_free_has_left(workers: WorkerProcesses) -> None:
-    """However many turns of the event loop later, or sooner."""
+def test_job_cancelled_when_a_worker_becomes_free_releases_it(workers: WorkerProcesses) -> None:
+    """Whether it is cancelled zero or several turns of the event loop after the worker became free."""
 
     async def run() -> None:
         await asyncio.gather(*(workers._free.acquire() for _ in range(2)))
@@ -124,8 +126,8 @@ def test_who_leaves_when_one_becomes_free_has_left(workers: WorkerProcesses) -> 
     asyncio.run(run())
 
 
-def test_a_job_that_works_too_much_leaves_no_process(workers: WorkerProcesses) -> None:
-    """A minute, by itself; half of these patterns took 0.45 s on a fast machine, which is within what it may."""
+def test_worker_ends_after_a_job_beyond_its_cpu_limit(workers: WorkerProcesses) -> None:
+    """This grammar would take a minute; with half of these patterns it took 0.45 s on a fast machine, which is within the limit."""
     source = lark("start: A\\nA: " + " & ".join(f"/(.*a.{{{9 + n}}}b.*)/" for n in range(24))).source
     job = ('["lark", ' + '"' + source + '"' + ", []]").encode()
 
@@ -142,8 +144,8 @@ def test_a_job_that_works_too_much_leaves_no_process(workers: WorkerProcesses) -
     asyncio.run(run())
 
 
-def test_those_that_died_while_idle_cost_no_job(workers: WorkerProcesses) -> None:
-    """However many: none of them was killed by it."""
+def test_job_succeeds_after_all_idle_workers_died(workers: WorkerProcesses) -> None:
+    """However many died: the job did not kill them."""
 
     async def run() -> None:
         await asyncio.gather(workers.ask(JOB, 10), workers.ask(JOB, 10))
@@ -156,7 +158,7 @@ def test_those_that_died_while_idle_cost_no_job(workers: WorkerProcesses) -> Non
     asyncio.run(run())
 
 
-def test_a_process_that_is_late_is_ended(workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_that_exceeds_the_timeout_is_ended(workers: WorkerProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*arguments: Any) -> bytes:
         await asyncio.Event().wait()
         return b""
@@ -177,17 +179,17 @@ def test_a_process_that_is_late_is_ended(workers: WorkerProcesses, monkeypatch: 
     asyncio.run(run())
 
 
-def test_a_process_that_is_ended_before_its_answer_was_read_says_nothing(
+def test_worker_closed_before_its_answer_is_read_writes_nothing_to_stderr(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A connection that is closed with an answer in it is an error to who reads from it: a traceback in the log."""
+    """Closing a socket with an unread answer is an error for its reader, which would log a traceback."""
     kill = subprocess.Popen.kill
 
-    def late(process: "subprocess.Popen[bytes]") -> None:
+    def delayed_kill(process: "subprocess.Popen[bytes]") -> None:
         time.sleep(0.3)
         kill(process)
 
-    monkeypatch.setattr(subprocess.Popen, "kill", late)
+    monkeypatch.setattr(subprocess.Popen, "kill", delayed_kill)
 
     async def run() -> None:
         process = module._Process("penstock.router.grammar")

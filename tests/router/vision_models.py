@@ -1,4 +1,4 @@
-"""Folders of models that see, as far as a router reads them, and pictures for them."""
+"""Folders of models that accept images, with the files that a router reads; and generated images."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from penstock.proto.images import FORMS
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import make_tokenizer
 
-PATCH = {
+PATCH_SIZES = {
     "qwen2_vl": 14,
     "qwen3_vl": 16,
     "glm4v": 14,
@@ -120,21 +120,21 @@ TEMPLATE = (
 )
 
 
-def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
-    """With a token per byte, and the family's own words."""
+def make_image_model(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
+    """Writes config, image processor, chat template, and a byte-level tokenizer with the family's special tokens."""
     make_tokenizer(folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     form = FORMS["mistral3" if family == "pixtral" else family]
-    words = form.around[0], form.word, form.around[1]
+    image_tokens = form.around[0], form.word, form.around[1]
     if form.tiles:
-        words_between = set(re.findall("<[^<>]+>", form.tiles.written("", 1, 2)))
-        tokenizer.add_special_tokens(sorted(word for word in words_between if not word.startswith("<row_")))
-    tokenizer.add_special_tokens([word for word in (*words, "[IMG_BREAK]", "[IMG_END]") if word])
+        text_between = set(re.findall("<[^<>]+>", form.tiles.written("", 1, 2)))
+        tokenizer.add_special_tokens(sorted(token for token in text_between if not token.startswith("<row_")))
+    tokenizer.add_special_tokens([token for token in (*image_tokens, "[IMG_BREAK]", "[IMG_END]") if token])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings["chat_template"] = TEMPLATE.replace("IMAGE", form.written or "".join(words))
+    settings["chat_template"] = TEMPLATE.replace("IMAGE", form.written or "".join(image_tokens))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(words[1])}
+    model: dict[str, Any] = {"model_type": family, "image_token_id": tokenizer.token_to_id(image_tokens[1])}
     if family in ("mistral3", "lighton_ocr"):
         model |= {"spatial_merge_size": 2, "vision_config": {"patch_size": 14}}
     if family.startswith("llava"):
@@ -154,20 +154,20 @@ def make_folder(folder: Path, family: str = "qwen2_vl") -> Tokenizer:
     return Tokenizer(folder)
 
 
-def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """Blurred noise."""
+def noise_image(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
+    """An image of blurred noise."""
     noise = numpy.random.default_rng(seed).integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), "uint8")
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
 
 
-def encoded(image: Image.Image, form: str = "PNG", **how: Any) -> bytes:
-    found = io.BytesIO()
-    image.save(found, form, **how)
-    return found.getvalue()
+def encoded(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
 
 
-def bomb(width: int, height: int) -> bytes:
-    """A PNG that says to be so large."""
+def oversized_png(width: int, height: int) -> bytes:
+    """A small PNG whose header claims this size."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))

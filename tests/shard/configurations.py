@@ -1,4 +1,5 @@
-"""Configurations of tiny models of every family, for transformers' classes: what tests know their models' names by."""
+"""Configurations of tiny models of every family, as objects of transformers' classes, by the names that tests use for the
+models."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import transformers
 
 VOCABULARY = 131  # odd, so that two ranks have tables of different sizes
-CHUNK = 16  # of positions, of which some layers see no others, or which are chosen together
+ATTENTION_CHUNK = 16  # positions: the chunk of chunked attention, or a block of sparse attention
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -16,7 +17,7 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
-ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+BOS_AND_EOS = {"bos_token_id": 1, "eos_token_id": 2}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -27,8 +28,13 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-DEEP_YARN = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
-GROWING = YARN | {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+YARN_WITH_MSCALE = YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False}
+YARN_WITH_QUERY_SCALING = YARN | {
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 QWEN3_MOE = SMALL | {
     "head_dim": 16,
     "num_experts": 9,
@@ -38,7 +44,7 @@ QWEN3_MOE = SMALL | {
 }
 SMOLLM3 = SMALL | {"num_hidden_layers": 3, "no_rope_layer_interval": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 QWEN2_MOE = QWEN3_MOE | {"shared_expert_intermediate_size": 36}
-PLAIN_HEADS = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+WITHOUT_KV_HEADS = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 MINIMAX_3 = SMALL | {
     "head_dim": 16,
     "rotary_dim": 8,
@@ -52,19 +58,21 @@ MINIMAX_3 = SMALL | {
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
     "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
     "index_head_dim": 16,
-    "index_block_size": CHUNK,
+    "index_block_size": ATTENTION_CHUNK,
     "index_topk_blocks": 3,
     "swiglu_limit": 0.7,
 }
-FALCON = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_hidden_size": 88}
-OPT = {name: value for name, value in PLAIN_HEADS.items() if name != "intermediate_size"} | ENDS | {"ffn_dim": 88}
-GPT2 = ENDS | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 512}
-BLOOM = ENDS | {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 8}
-MPT = ENDS | {"vocab_size": VOCABULARY, "d_model": 72, "n_layers": 2, "n_heads": 6, "max_seq_len": 512}
+FALCON = (
+    {name: value for name, value in WITHOUT_KV_HEADS.items() if name != "intermediate_size"} | BOS_AND_EOS | {"ffn_hidden_size": 88}
+)
+OPT = {name: value for name, value in WITHOUT_KV_HEADS.items() if name != "intermediate_size"} | BOS_AND_EOS | {"ffn_dim": 88}
+GPT2 = BOS_AND_EOS | {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 8, "n_positions": 512}
+BLOOM = BOS_AND_EOS | {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 2, "n_head": 8}
+MPT = BOS_AND_EOS | {"vocab_size": VOCABULARY, "d_model": 72, "n_layers": 2, "n_heads": 6, "max_seq_len": 512}
 DBRX = {"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 2, "n_heads": 8, "max_seq_len": 512}
-PIECE = 16  # tokens that transformers has state spaces go through at once; it fills up what is shorter
+SCAN_CHUNK = 16  # tokens that transformers' state spaces scan at once; shorter pieces are padded
 WINDOW = 8  # less than the context of every test
-GPT_NEO = ENDS | {
+GPT_NEO = BOS_AND_EOS | {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "num_layers": 2,
@@ -73,7 +81,7 @@ GPT_NEO = ENDS | {
     "window_size": WINDOW,
 }
 
-# Caps that the logits of these models come near to.
+# Soft caps that the logits of these models come near to, so that they matter.
 GEMMA: dict[str, Any] = SMALL | {"head_dim": 16, "query_pre_attn_scalar": 12, "sliding_window": WINDOW}
 GEMMA2 = GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}
 LLAMA4 = SMALL | {
@@ -82,7 +90,7 @@ LLAMA4 = SMALL | {
     "intermediate_size": 20,
     "intermediate_size_mlp": 44,
     "num_local_experts": 5,
-    "attention_chunk_size": CHUNK,
+    "attention_chunk_size": ATTENTION_CHUNK,
 }
 GEMMA4 = SMALL | {
     "head_dim": 16,
@@ -99,7 +107,7 @@ GEMMA3N = {name: value for name, value in SMALL.items() if name != "intermediate
     "sliding_window": WINDOW,
     "num_kv_shared_layers": 2,
     "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 100,  # fewer than there are tokens
+    "vocab_size_per_layer_input": 100,  # smaller than the vocabulary
     "laurel_rank": 6,
 }
 GEMMA4_E = GEMMA4 | {
@@ -129,7 +137,7 @@ GLM_MOE = SMALL | {
     "moe_intermediate_size": 20,
     "routed_scaling_factor": 1.7,
 }
-LATENT = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} | {
+MLA = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} | {
     "moe_intermediate_size": 24,
     "kv_lora_rank": 24,
     "q_lora_rank": 40,
@@ -139,8 +147,8 @@ LATENT = {name: value for name, value in GLM_MOE.items() if name != "head_dim"} 
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
-KIMI = {name: value for name, value in LATENT.items() if name not in ("n_routed_experts", "first_k_dense_replace")} | {
-    **ENDS,
+KIMI = {name: value for name, value in MLA.items() if name not in ("n_routed_experts", "first_k_dense_replace")} | {
+    **BOS_AND_EOS,
     "num_hidden_layers": 4,
     "q_lora_rank": None,
     "pad_token_id": 0,
@@ -149,22 +157,24 @@ KIMI = {name: value for name, value in LATENT.items() if name not in ("n_routed_
     "linear_conv_kernel_dim": 3,
     "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
 }
-INDEXED = LATENT | {"num_key_value_heads": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 12}
-HY_4 = INDEXED | {
+MLA_WITH_INDEXER = MLA | {"num_key_value_heads": 8, "index_topk": 6, "index_head_dim": 16, "index_n_heads": 12}
+HY_4 = MLA_WITH_INDEXER | {
     "num_experts_per_tok": 3,
     "n_routed_experts": 8,
     "indexer_types": ["full", "shared", "full"],
     "mlp_layer_types": ["dense", "sparse", "sparse"],
     "hc_mult": 3,
     "pad_token_id": 0,
-    **ENDS,
+    **BOS_AND_EOS,
 }
-MISTRAL_LARGE_4 = {name: value for name, value in INDEXED.items() if name not in ("q_lora_rank",)} | {
+MISTRAL_LARGE_4 = {name: value for name, value in MLA_WITH_INDEXER.items() if name not in ("q_lora_rank",)} | {
     "num_hidden_layers": 4,
     "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
 }
-GLM_5_NEXT = {name: value for name, value in INDEXED.items() if name not in ("qk_rope_head_dim", "first_k_dense_replace")} | {
-    **ENDS,
+GLM_5_NEXT = {
+    name: value for name, value in MLA_WITH_INDEXER.items() if name not in ("qk_rope_head_dim", "first_k_dense_replace")
+} | {
+    **BOS_AND_EOS,
     "pad_token_id": 0,
     "num_hidden_layers": 4,
     "index_topk": 8,
@@ -177,7 +187,7 @@ GLM_5_NEXT = {name: value for name, value in INDEXED.items() if name not in ("qk
     "hc_mult": 3,
 }
 DEEPSEEK_V4 = {name: value for name, value in SMALL.items() if name not in ("intermediate_size", "num_key_value_heads")} | {
-    **ENDS,
+    **BOS_AND_EOS,
     "pad_token_id": 0,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
@@ -198,8 +208,8 @@ DEEPSEEK_V4 = {name: value for name, value in SMALL.items() if name not in ("int
     "num_hash_layers": 1,
     "hc_mult": 3,
 }
-GLM_5_NEXT_BLIND = {"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "projection_intermediate_size": 8}
-BLIND = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+GLM_5_NEXT_VISION = {"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "projection_intermediate_size": 8}
+TINY_VISION = {"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 AFMOE = SMALL | {
     "head_dim": 16,
     "num_hidden_layers": 3,
@@ -211,7 +221,7 @@ AFMOE = SMALL | {
 }
 COHERE2_MOE = (
     SMALL
-    | ENDS
+    | BOS_AND_EOS
     | {
         "head_dim": 16,
         "intermediate_size": 20,
@@ -252,7 +262,7 @@ HYBRID_MOE = HYBRID | {
 QWEN_4 = {name: value for name, value in HYBRID_MOE.items() if name not in ("intermediate_size", "full_attention_interval")} | {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "indexed_attention"] * 2,
-    "indexer_n_heads": 16,  # so many that scores seldom tie at 0
+    "indexer_n_heads": 16,  # so many heads that scores seldom tie at 0
     "indexer_kv_heads": 1,
     "indexer_head_dim": 12,
     "indexer_budget": 8,
@@ -278,14 +288,14 @@ GRANITE4 = GRANITE | {
     "layer_types": ["mamba", "attention", "mamba"],
     "mamba_n_heads": 8,
     "mamba_d_state": 12,
-    "mamba_chunk_size": PIECE,
+    "mamba_chunk_size": SCAN_CHUNK,
     "shared_intermediate_size": 36,
 }
 FALCON_H1 = SMALL | {
     "mamba_n_heads": 8,
     "mamba_d_ssm": 80,
     "mamba_d_state": 12,
-    "mamba_chunk_size": PIECE,
+    "mamba_chunk_size": SCAN_CHUNK,
     "embedding_multiplier": 2.5,
     "lm_head_multiplier": 0.6,
     "key_multiplier": 0.7,
@@ -298,11 +308,13 @@ FALCON_H1 = SMALL | {
 }
 LFM2 = SMALL | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 LAGUNA = QWEN2_MOE | {"sliding_window": WINDOW}
-LFM3 = SMALL | ENDS | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": WINDOW, "conv_L_cache": 5, "pad_token_id": 0}
+LFM3 = (
+    SMALL | BOS_AND_EOS | {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": WINDOW, "conv_L_cache": 5, "pad_token_id": 0}
+)
 NEMOTRON = {name: value for name, value in SMALL.items() if name != "num_hidden_layers"} | {
     "head_dim": 12,
     "ssm_state_size": 12,
-    "chunk_size": PIECE,
+    "chunk_size": SCAN_CHUNK,
     "mamba_num_heads": 8,
     "mamba_head_dim": 10,
     "n_groups": 2,
@@ -337,37 +349,42 @@ LONGCAT: dict[str, Any] = {
     "expert_ffn_hidden_size": 24,
 }
 
+# A suffix says what a variant has: -plain few optional parts, -biases biases, -window sliding windows, -full full attention in all
+# layers, -part partial rotary features, -still no rotary embeddings, -steps and -step experts in every second layer, -sets and
+# -groups group-limited routing, -busy no zero-computation experts, -borrowing layers that share an indexer, -pools an indexer that
+# selects pools of tokens, -entries compressed entries in all layers, -values values that are not the keys, -narrow MLPs of one
+# width, -elements gates per element, -limit clamped activations, -rms RMS norms.
 FAMILIES: dict[str, Callable[[], Any]] = {
     "afmoe": lambda: transformers.AfmoeConfig(**AFMOE, global_attn_every_n_layers=2, mup_enabled=True),
     "apertus": lambda: transformers.ApertusConfig(**SMALL, attention_bias=True),
     "arcee": lambda: transformers.ArceeConfig(**SMALL, mlp_bias=True),
     "ax-k1": lambda: transformers.AXK1Config(
-        **LATENT | ENDS, n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse"]
+        **MLA | BOS_AND_EOS, n_group=4, topk_group=2, mlp_layer_types=["sparse", "dense", "sparse"]
     ),
     "ax-k2": lambda: transformers.AXK2Config(
-        **INDEXED | ENDS | {"num_hidden_layers": 2, "q_lora_rank": 16},  # so that little is rounded
+        **MLA_WITH_INDEXER | BOS_AND_EOS | {"num_hidden_layers": 2, "q_lora_rank": 16},  # so that little is rounded
         gated_norm_rank=5,
         attention_bias=True,
         rms_norm_eps=0.1,
-        rope_parameters=dict(DEEP_YARN),
+        rope_parameters=dict(YARN_WITH_MSCALE),
     ),
     "ax-k2-groups": lambda: transformers.AXK2Config(
-        **INDEXED | ENDS | {"num_hidden_layers": 2},
+        **MLA_WITH_INDEXER | BOS_AND_EOS | {"num_hidden_layers": 2},
         gated_norm_rank=8,
         n_group=4,
         topk_group=2,
         mlp_layer_types=["sparse", "dense"],
     ),
     "bamba": lambda: transformers.BambaConfig(
-        **SMALL | {"num_hidden_layers": 3, "mamba_chunk_size": PIECE},
+        **SMALL | {"num_hidden_layers": 3, "mamba_chunk_size": SCAN_CHUNK},
         attn_layer_indices=[1],
         mamba_n_heads=8,
         mamba_n_groups=4,
         mamba_d_state=12,
     ),
     "bloom": lambda: transformers.BloomConfig(**BLOOM),
-    "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **ENDS),
-    "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **ENDS),
+    "cohere": lambda: transformers.CohereConfig(**SMALL, logit_scale=0.3, attention_bias=True, pad_token_id=0, **BOS_AND_EOS),
+    "cohere2": lambda: transformers.Cohere2Config(**SMALL | {"num_hidden_layers": 4}, sliding_window=WINDOW, **BOS_AND_EOS),
     "cohere2-moe": lambda: transformers.Cohere2MoeConfig(
         **COHERE2_MOE, num_shared_experts=2, expert_selection_fn="sigmoid", first_k_dense_replace=1
     ),
@@ -381,15 +398,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attn_config={"kv_n_heads": 4, "clip_qkv": 0.7, "rope_theta": 500.0},
         ffn_config={"ffn_hidden_size": 20, "moe_num_experts": 5, "moe_top_k": 3},
     ),
-    "deepseek-v2": lambda: transformers.DeepseekV2Config(**LATENT, attention_bias=True, rope_parameters=dict(DEEP_YARN)),
+    "deepseek-v2": lambda: transformers.DeepseekV2Config(**MLA, attention_bias=True, rope_parameters=dict(YARN_WITH_MSCALE)),
     "deepseek-v2-sets": lambda: transformers.DeepseekV2Config(
-        **LATENT | {"q_lora_rank": None}, attention_bias=True, topk_method="group_limited_greedy", n_group=4, topk_group=2
+        **MLA | {"q_lora_rank": None}, attention_bias=True, topk_method="group_limited_greedy", n_group=4, topk_group=2
     ),
-    "deepseek-v3": lambda: transformers.DeepseekV3Config(**LATENT, n_group=4, topk_group=2, rope_parameters=dict(DEEP_YARN)),
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(**MLA, n_group=4, topk_group=2, rope_parameters=dict(YARN_WITH_MSCALE)),
     "deepseek-v3-biases": lambda: transformers.DeepseekV3Config(
-        **LATENT | {"q_lora_rank": None}, n_group=1, topk_group=1, attention_bias=True, rope_interleave=False
+        **MLA | {"q_lora_rank": None}, n_group=1, topk_group=1, attention_bias=True, rope_interleave=False
     ),
-    "deepseek-v32": lambda: transformers.DeepseekV32Config(**INDEXED, n_group=4, topk_group=2, rope_parameters=dict(DEEP_YARN)),
+    "deepseek-v32": lambda: transformers.DeepseekV32Config(
+        **MLA_WITH_INDEXER, n_group=4, topk_group=2, rope_parameters=dict(YARN_WITH_MSCALE)
+    ),
     "dots1": lambda: transformers.Dots1Config(**GLM_MOE, n_shared_experts=2, n_group=4, topk_group=2, first_k_dense_replace=1),
     "dots1-window": lambda: transformers.Dots1Config(
         **GLM_MOE, n_shared_experts=1, attention_bias=True, norm_topk_prob=True, sliding_window=WINDOW, max_window_layers=1
@@ -444,25 +463,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "glm4": lambda: transformers.Glm4Config(**GLM, rope_parameters=dict(YARN)),
     "glm4-moe": lambda: transformers.Glm4MoeConfig(**GLM_MOE, use_qk_norm=True, attention_bias=True, n_group=2, topk_group=1),
     "glm-5": lambda: transformers.GlmMoeDsaConfig(
-        **INDEXED, mlp_layer_types=["dense", "sparse", "dense"], attention_bias=True, rms_norm_eps=0.1
+        **MLA_WITH_INDEXER, mlp_layer_types=["dense", "sparse", "dense"], attention_bias=True, rms_norm_eps=0.1
     ),
     "glm-5-borrowing": lambda: transformers.GlmMoeDsaConfig(
-        **INDEXED | {"num_hidden_layers": 4}, indexer_types=["full", "shared", "full", "shared"]
+        **MLA_WITH_INDEXER | {"num_hidden_layers": 4}, indexer_types=["full", "shared", "full", "shared"]
     ),
     "glm-5-next": lambda: transformers.Glm5NextConfig(
         text_config=GLM_5_NEXT | {"attention_bias": True, "n_group": 4, "topk_group": 2, "rms_norm_eps": 0.1, "hc_eps": 0.01},
-        vision_config=GLM_5_NEXT_BLIND,
+        vision_config=GLM_5_NEXT_VISION,
     ),
     "glm-5-pools": lambda: transformers.Glm5NextConfig(
         text_config=GLM_5_NEXT
-        # In the first layer equal tokens tie, which is of no matter to itself.
+        # In the first layer scores of equal tokens tie, which does not change that layer's own output.
         | {"layer_types": ["indexed_attention"] * 4, "indexer_types": ["full", "full", "shared", "full"]}
         | {"index_kpool": 2, "hc_mult": 4},
-        vision_config=GLM_5_NEXT_BLIND,
+        vision_config=GLM_5_NEXT_VISION,
     ),
     "glm-5-next-plain": lambda: transformers.Glm5NextConfig(
         text_config=GLM_5_NEXT | {"index_kpool": 1, "linear_lower_bound": None, "hc_mult": 2, "swiglu_limit": 0.2},
-        vision_config=GLM_5_NEXT_BLIND,
+        vision_config=GLM_5_NEXT_VISION,
     ),
     "deepseek-v4": lambda: transformers.DeepseekV4Config(
         **DEEPSEEK_V4,
@@ -472,20 +491,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
     ),
     "deepseek-v4-entries": lambda: (
-        transformers.DeepseekV4Config(  # without layers that have a window alone; fewer groups than ranks
+        transformers.DeepseekV4Config(  # no layers with only a sliding window; fewer output groups than ranks
             **DEEPSEEK_V4
             | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"] * 2, "num_hidden_layers": 4}
             | {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}}
             | {"o_groups": 1, "hc_mult": 2, "scoring_func": "sigmoid", "mlp_layer_types": ["moe", "hash_moe"] * 2},
         )
     ),
-    "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(
-        **LATENT, mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=0.1
-    ),
+    "glm4-moe-lite": lambda: transformers.Glm4MoeLiteConfig(**MLA, mlp_layer_types=["sparse", "dense", "sparse"], rms_norm_eps=0.1),
     "gpt-bigcode": lambda: transformers.GPTBigCodeConfig(**GPT2),
     "gpt-neo": lambda: transformers.GPTNeoConfig(**GPT_NEO, attention_types=[[["global", "local"], 1]]),
-    "gpt-neox": lambda: transformers.GPTNeoXConfig(**PLAIN_HEADS | ENDS, rotary_pct=0.5),
-    "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=DEEP_YARN),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**WITHOUT_KV_HEADS | BOS_AND_EOS, rotary_pct=0.5),
+    "gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS, rope_parameters=YARN_WITH_MSCALE),
     "gpt-oss-full": lambda: transformers.GptOssConfig(
         **GPT_OSS, attention_bias=False, layer_types=["full_attention"] * 2, tie_word_embeddings=True
     ),
@@ -509,7 +526,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=True,
     ),
     "granite-swa": lambda: transformers.GraniteSWAConfig(
-        **GRANITE | ENDS, sliding_window=WINDOW, attention_bias=True, layer_rope_theta=[500.0, 100.0]
+        **GRANITE | BOS_AND_EOS, sliding_window=WINDOW, attention_bias=True, layer_rope_theta=[500.0, 100.0]
     ),
     "granite-swa-moe": lambda: transformers.GraniteMoeSWAConfig(
         **GRANITE | {"num_hidden_layers": 3, "intermediate_size": 20},
@@ -575,7 +592,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**SMALL),
     "llama-3.1": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "llama-linear": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=LINEAR),
-    "llama-yarn": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=DEEP_YARN),
+    "llama-yarn": lambda: transformers.LlamaConfig(**SMALL, rope_parameters=YARN_WITH_MSCALE),
     "llama-tied": lambda: transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
     "llama-biases": lambda: transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "llama4": lambda: transformers.Llama4TextConfig(**LLAMA4, floor_scale=6, attn_scale=0.4, rope_parameters=LLAMA3),
@@ -591,7 +608,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=8, sliding_window=WINDOW),
     "longcat": lambda: transformers.LongcatFlashConfig(
-        **LONGCAT, zero_expert_num=3, attention_bias=True, rope_parameters=dict(DEEP_YARN)
+        **LONGCAT, zero_expert_num=3, attention_bias=True, rope_parameters=dict(YARN_WITH_MSCALE)
     ),
     "longcat-busy": lambda: transformers.LongcatFlashConfig(
         **LONGCAT | {"num_layers": 1}, zero_expert_num=0, routed_scaling_factor=1.5, rms_norm_eps=0.1, tie_word_embeddings=True
@@ -599,8 +616,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "ministral": lambda: transformers.MinistralConfig(
         **SMALL, head_dim=16, sliding_window=WINDOW, layer_types=["full_attention", "sliding_attention"]
     ),
-    "ministral3": lambda: transformers.Ministral3Config(**SMALL, head_dim=16, rope_parameters=dict(GROWING)),
-    "mistral4": lambda: transformers.Mistral4Config(**LATENT, n_group=4, topk_group=2, rope_parameters=dict(GROWING)),
+    "ministral3": lambda: transformers.Ministral3Config(**SMALL, head_dim=16, rope_parameters=dict(YARN_WITH_QUERY_SCALING)),
+    "mistral4": lambda: transformers.Mistral4Config(**MLA, n_group=4, topk_group=2, rope_parameters=dict(YARN_WITH_QUERY_SCALING)),
     "hy-v3": lambda: transformers.HYV3Config(
         **{name: value for name, value in EXAONE_MOE.items() if "group" not in name}, num_shared_experts=2, attention_bias=True
     ),
@@ -620,7 +637,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         topk_group=1,
     ),
     "minicpm3": lambda: transformers.MiniCPM3Config(
-        **{name: value for name, value in LATENT.items() if name not in ("v_head_dim",)} | {"num_key_value_heads": 8},
+        **{name: value for name, value in MLA.items() if name not in ("v_head_dim",)} | {"num_key_value_heads": 8},
         scale_emb=2.5,
         scale_depth=0.7,
         dim_model_base=40,
@@ -633,12 +650,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "minimax-m3-plain": lambda: transformers.MiniMaxM3VLTextConfig(**MINIMAX_3 | {"layer_types": None, "mlp_layer_types": None}),
     "mistral-large4": lambda: transformers.MistralLarge4Config(
         text_config=MISTRAL_LARGE_4
-        | {"attention_bias": True, "n_group": 4, "topk_group": 2, "rope_parameters": dict(DEEP_YARN)}
+        | {"attention_bias": True, "n_group": 4, "topk_group": 2, "rope_parameters": dict(YARN_WITH_MSCALE)}
         | {"no_rope_layers": [1, 0, 1, 0], "indexer_types": ["full", "full", "shared", "shared"], "rms_norm_eps": 0.1},
-        vision_config=BLIND,
+        vision_config=TINY_VISION,
     ),
     "mistral-large4-plain": lambda: transformers.MistralLarge4Config(
-        text_config=MISTRAL_LARGE_4 | {"final_logit_softcapping": 5.0}, vision_config=BLIND
+        text_config=MISTRAL_LARGE_4 | {"final_logit_softcapping": 5.0}, vision_config=TINY_VISION
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2),
     "mpt": lambda: transformers.MptConfig(**MPT, attn_config={"clip_qkv": 0.7}),
@@ -727,11 +744,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "stablelm-parallel": lambda: transformers.StableLmConfig(
         **SMALL | {"hidden_size": 128}, use_parallel_residual=True, rope_parameters=YARN | {"partial_rotary_factor": 0.5}
     ),
-    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, **ENDS),
-    "starcoder2-window": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=WINDOW, use_bias=False, **ENDS),
+    "starcoder2": lambda: transformers.Starcoder2Config(**SMALL, **BOS_AND_EOS),
+    "starcoder2-window": lambda: transformers.Starcoder2Config(**SMALL, sliding_window=WINDOW, use_bias=False, **BOS_AND_EOS),
     "smollm3": lambda: transformers.SmolLM3Config(**SMOLLM3),
     "smollm3-window": lambda: transformers.SmolLM3Config(
-        **SMOLLM3 | {"no_rope_layers": [0, 1, 0], "rope_parameters": DEEP_YARN},
+        **SMOLLM3 | {"no_rope_layers": [0, 1, 0], "rope_parameters": YARN_WITH_MSCALE},
         use_sliding_window=True,
         sliding_window=WINDOW,
         attention_bias=True,
@@ -739,7 +756,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "vaultgemma": lambda: transformers.VaultGemmaConfig(**GEMMA2),
     "youtu": lambda: transformers.YoutuConfig(
-        **{name: value for name, value in LATENT.items() if name in SMALL or "_dim" in name or "_rank" in name}
+        **{name: value for name, value in MLA.items() if name in SMALL or "_dim" in name or "_rank" in name}
     ),
 }
 HYBRIDS = [
@@ -761,7 +778,7 @@ HYBRIDS = [
         )
     )
 ]
-TINIEST: dict[str, Any] = {
+FOUR_TOKENS: dict[str, Any] = {
     "vocab_size": 4,
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -770,11 +787,12 @@ TINIEST: dict[str, Any] = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
-ONE_KEY, TWO_KEYS = {"num_key_value_heads": 1}, {"num_key_value_heads": 2}
+ONE_KV_HEAD, TWO_KV_HEADS = {"num_key_value_heads": 1}, {"num_key_value_heads": 2}
 FEW_HEADS: dict[str, Any] = SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2}
-# Not of interest as families: as many tokens as the demo model's tokenizer has, so few that answers can be enumerated, so few
-# positions that sequences go beyond them, so few heads that an interpreter computes them in time, and fewer key heads than ranks.
-OTHERS: dict[str, Callable[[], Any]] = {
+# Variants for single tests, not tested as families: a vocabulary as large as the demo model's (words), one of 4 tokens, so that
+# answers can be enumerated (four), fewer positions than sequences have tokens (short), so few heads that Triton's interpreter
+# computes them in reasonable time (few-heads), and fewer key heads than ranks (one-key, two-keys).
+EXTRA_MODELS: dict[str, Callable[[], Any]] = {
     "dbrx-shares": lambda: transformers.DbrxConfig(
         **DBRX | {"d_model": 96},
         attn_config={"kv_n_heads": 2, "clip_qkv": 2, "rope_theta": 10000.0},
@@ -787,14 +805,18 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "falcon-serial": lambda: transformers.FalconConfig(**FALCON, multi_query=False, parallel_attn=False),
     "gpt-bigcode-heads": lambda: transformers.GPTBigCodeConfig(**GPT2, multi_query=False, scale_attn_weights=False),
     "gpt-neox-serial": lambda: transformers.GPTNeoXConfig(
-        **PLAIN_HEADS | ENDS, use_parallel_residual=False, attention_bias=False, tie_word_embeddings=True, hidden_act="relu"
+        **WITHOUT_KV_HEADS | BOS_AND_EOS,
+        use_parallel_residual=False,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        hidden_act="relu",
     ),
     "opt-plain": lambda: transformers.OPTConfig(
         **OPT, layer_norm_elementwise_affine=False, enable_bias=False, activation_function="gelu", tie_word_embeddings=False
     ),
     "words": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "num_hidden_layers": 1}),
     "words-wide": lambda: transformers.LlamaConfig(**SMALL | {"vocab_size": 2048, "intermediate_size": 192}),
-    "four": lambda: transformers.LlamaConfig(**TINIEST),
+    "four": lambda: transformers.LlamaConfig(**FOUR_TOKENS),
     "longrope": lambda: transformers.Phi3Config(
         **PHI4 | {"max_position_embeddings": 64, "num_hidden_layers": 1},
         original_max_position_embeddings=16,
@@ -803,7 +825,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "short": lambda: transformers.LlamaConfig(**SMALL | {"max_position_embeddings": 64}),
     "few-heads": lambda: transformers.LlamaConfig(**FEW_HEADS),
     "few-heads-bloom": lambda: transformers.BloomConfig(**BLOOM | {"n_head": 4}),
-    "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**LATENT | FEW_HEADS, n_group=4, topk_group=2),
+    "few-heads-deepseek": lambda: transformers.DeepseekV3Config(**MLA | FEW_HEADS, n_group=4, topk_group=2),
     "few-heads-kimi-linear": lambda: transformers.KimiLinearConfig(
         **KIMI | FEW_HEADS | {"num_hidden_layers": 4}, num_experts=8, layer_types=["linear_attention", "full_attention"] * 2
     ),
@@ -834,9 +856,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
         mlp_layer_types=["sparse"] * 2,
     ),
     "few-heads-glm-5": lambda: transformers.GlmMoeDsaConfig(
-        **INDEXED | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
+        **MLA_WITH_INDEXER | FEW_HEADS | {"num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]
     ),
-    "few-heads-ax-k2": lambda: transformers.AXK2Config(**INDEXED | FEW_HEADS | ENDS, gated_norm_rank=6),
+    "few-heads-ax-k2": lambda: transformers.AXK2Config(**MLA_WITH_INDEXER | FEW_HEADS | BOS_AND_EOS, gated_norm_rank=6),
     "few-heads-glm-5-next": lambda: transformers.Glm5NextConfig(
         text_config=GLM_5_NEXT
         | FEW_HEADS
@@ -845,7 +867,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
             "layer_types": ["linear_attention", "indexed_attention"],
             "mlp_layer_types": ["dense", "sparse"],
         },
-        vision_config=GLM_5_NEXT_BLIND,
+        vision_config=GLM_5_NEXT_VISION,
     ),
     "few-heads-deepseek-v4": lambda: transformers.DeepseekV4Config(
         **DEEPSEEK_V4 | {"num_attention_heads": 4, "o_groups": 2, "index_topk": 2, "sliding_window": 5}
@@ -856,7 +878,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         | FEW_HEADS
         | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]}
         | {"indexer_types": ["full", "full", "shared", "shared"]},
-        vision_config=BLIND,
+        vision_config=TINY_VISION,
     ),
     "few-heads-olmo-hybrid": lambda: transformers.OlmoHybridConfig(
         **OLMO_HYBRID | FEW_HEADS, layer_types=["linear_attention", "full_attention"]
@@ -896,16 +918,16 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-gemma4-e": lambda: transformers.Gemma4TextConfig(**GEMMA4_E | FEW_HEADS | {"num_hidden_layers": 4}),
     "few-heads-gemma4-experts": lambda: transformers.Gemma4TextConfig(**GEMMA4_MOE | FEW_HEADS | {"num_hidden_layers": 4}),
     "few-heads-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | FEW_HEADS),
-    "one-key-llama": lambda: transformers.LlamaConfig(**SMALL | ONE_KEY),
-    "one-key-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | ONE_KEY),
+    "one-key-llama": lambda: transformers.LlamaConfig(**SMALL | ONE_KV_HEAD),
+    "one-key-gpt-oss": lambda: transformers.GptOssConfig(**GPT_OSS | ONE_KV_HEAD),
     "two-keys-minimax-m2": lambda: transformers.MiniMaxM2Config(
-        **SMALL | TWO_KEYS, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
+        **SMALL | TWO_KV_HEADS, head_dim=16, num_local_experts=9, num_experts_per_tok=3, rotary_dim=8
     ),
-    "two-keys-olmo2": lambda: transformers.Olmo2Config(**SMALL | TWO_KEYS, attention_bias=True, rope_parameters=LLAMA3),
-    "two-keys-phi3": lambda: transformers.Phi3Config(**SMALL | TWO_KEYS, pad_token_id=0, eos_token_id=1),
-    "two-keys-qwen2": lambda: transformers.Qwen2Config(**SMALL | TWO_KEYS),
+    "two-keys-olmo2": lambda: transformers.Olmo2Config(**SMALL | TWO_KV_HEADS, attention_bias=True, rope_parameters=LLAMA3),
+    "two-keys-phi3": lambda: transformers.Phi3Config(**SMALL | TWO_KV_HEADS, pad_token_id=0, eos_token_id=1),
+    "two-keys-qwen2": lambda: transformers.Qwen2Config(**SMALL | TWO_KV_HEADS),
     "two-keys-qwen3-next": lambda: transformers.Qwen3NextConfig(
-        **HYBRID_MOE | TWO_KEYS | {"linear_num_key_heads": 4, "linear_num_value_heads": 4}, attention_bias=True
+        **HYBRID_MOE | TWO_KV_HEADS | {"linear_num_key_heads": 4, "linear_num_value_heads": 4}, attention_bias=True
     ),
     "qwen3.5-wide": lambda: transformers.Qwen3_5TextConfig(
         **HYBRID | {"intermediate_size": 192, "linear_key_head_dim": 16, "linear_num_value_heads": 4, "linear_value_head_dim": 32}
@@ -922,7 +944,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "few-heads-llama4": lambda: transformers.Llama4TextConfig(
         **LLAMA4 | FEW_HEADS | {"num_hidden_layers": 2, "attention_chunk_size": 8, "floor_scale": 6}, no_rope_layers=[1, 0]
     ),
-    "two-keys-llama4": lambda: transformers.Llama4TextConfig(**LLAMA4 | TWO_KEYS, attention_bias=True),
+    "two-keys-llama4": lambda: transformers.Llama4TextConfig(**LLAMA4 | TWO_KV_HEADS, attention_bias=True),
     "llama4-wide": lambda: transformers.Llama4TextConfig(
         **LLAMA4 | {"num_hidden_layers": 3, "intermediate_size": 128, "intermediate_size_mlp": 192}, interleave_moe_layer_step=2
     ),

@@ -4,8 +4,8 @@ import pytest
 
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard import tiny
+from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_drafter import engine, max_drafts, with_free_drafts
-from penstock.tests.shard.test_oracle import prompt
 
 DRAFTS, STEPS, REQUESTS = 4, 50, 20
 LENGTH = 1 + STEPS * (DRAFTS + 1)  # the first token comes with the prompt

@@ -30,9 +30,9 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, packing, tiny
 from penstock.tests.shard.driver import Results, Traffic, drive
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompts
-from penstock.tests.shard.test_quantized import few_bits
-from penstock.tests.shard.test_weights import Alone
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompts
+from penstock.tests.shard.test_quantized import quantized_weights
+from penstock.tests.shard.test_weights import LoadingRank
 
 # With fused matrices, biases, permuted rotary features, multipliers, experts beside attention, linear attention, short
 # convolutions.
@@ -53,7 +53,7 @@ def transformers_model(model: Path) -> Any:
 
 
 @torch.inference_mode()
-def greedy(model: Path, tokens: tuple[int, ...], count: int = COUNT) -> list[int]:
+def greedy(model: Path, tokens: tuple[int, ...], count: int = ANSWER_LENGTH) -> list[int]:
     row = list(tokens)
     for _ in range(count):
         row.append(int(transformers_model(model)(torch.tensor([row])).logits[0, -1].argmax()))
@@ -78,7 +78,7 @@ def engine(name: str, adapters: tuple[tuple[str, str], ...], ahead: bool = False
 
 def requests(prompts_with_adapters: PromptsWithAdapters, sampling: Sampling | None = None, **more: Any) -> list[Group]:
     return [
-        tiny.group(uid, tokens, COUNT, sampling, adapter=adapter, cache_key=adapter, **more)
+        tiny.group(uid, tokens, ANSWER_LENGTH, sampling, adapter=adapter, cache_key=adapter, **more)
         for uid, (tokens, adapter) in enumerate(prompts_with_adapters)
     ]
 
@@ -92,7 +92,7 @@ def check_tokens(loaded: Engine, prompts_with_adapters: PromptsWithAdapters, mod
     results = drive(loaded, requests(prompts_with_adapters), traffic)
     assert results.failed == {}
     assert results.answers == {uid: greedy(models[adapter], tokens) for uid, (tokens, adapter) in enumerate(prompts_with_adapters)}
-    assert at_rest(loaded)
+    assert all_pages_free(loaded)
     return results
 
 
@@ -131,7 +131,7 @@ def test_adapters_on_two_ranks_match_merged_models(name: str, tmp_path: Path) ->
         )
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in prompts_with_adapters]  # the ranks' threads would wait for each other
-    tiny.Threads().run(work)
+    tiny.ThreadedRanks().run(work)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,8 @@ def test_adapters_leave_quantized_weights_quantized(name: str, tmp_path: Path, m
     quantized, plain = packing.checkpoints(name, "packed-zeros", tmp_path)
     folder = lora.adapter(plain, tmp_path / "adapter", 3)
     loaded, tokens = engine_of(quantized, adapters=(("a", str(folder)),), dtype="bfloat16"), prompts(1, 40)[0]
-    assert few_bits(loaded.decoder)
-    results = drive(loaded, [tiny.group(1, tokens, COUNT, adapter="a")], Traffic())
+    assert quantized_weights(loaded.decoder)
+    results = drive(loaded, [tiny.group(1, tokens, ANSWER_LENGTH, adapter="a")], Traffic())
     token, logprob = results.tokens[1, 0][0], results.logprobs[1, 0][0]
     expected, original = (first_logprob(model, tokens, token) for model in (lora.merged(plain, folder, tmp_path / "merged"), plain))
     assert 10 * abs(logprob - expected) < abs(original - expected)
@@ -193,9 +193,9 @@ def test_choices_beams_and_drafts_use_the_adapter(ahead: bool, tmp_path: Path) -
     def groups(adapter: str) -> list[Group]:
         search = Search(3, 2, 1.0, Stop.FULL, 0, False, [])
         return [
-            tiny.group(0, token_lists[0], COUNT, sampling, choices=3, adapter=adapter),
-            tiny.group(1, token_lists[1], COUNT, search=search, end_ids=[7], adapter=adapter),
-            tiny.group(2, token_lists[2], COUNT, adapter=adapter, drafts=4),
+            tiny.group(0, token_lists[0], ANSWER_LENGTH, sampling, choices=3, adapter=adapter),
+            tiny.group(1, token_lists[1], ANSWER_LENGTH, search=search, end_ids=[7], adapter=adapter),
+            tiny.group(2, token_lists[2], ANSWER_LENGTH, adapter=adapter, drafts=4),
         ]
 
     changed, expected = drive(loaded, groups("1"), Traffic(pauses=1)), drive(whole, groups(""), Traffic())
@@ -205,10 +205,12 @@ def test_choices_beams_and_drafts_use_the_adapter(ahead: bool, tmp_path: Path) -
 
 def test_unknown_adapter_fails_only_its_group() -> None:
     results = drive(
-        tiny.engine("llama"), [tiny.group(1, (1, 2, 3), COUNT, adapter="x"), tiny.group(2, (1, 2, 3), COUNT)], Traffic()
+        tiny.engine("llama"),
+        [tiny.group(1, (1, 2, 3), ANSWER_LENGTH, adapter="x"), tiny.group(2, (1, 2, 3), ANSWER_LENGTH)],
+        Traffic(),
     )
     assert results.failed == {1: "the shards have no adapter 'x'"}
-    assert len(results.tokens[2, 0]) == COUNT
+    assert len(results.tokens[2, 0]) == ANSWER_LENGTH
 
 
 # Adapters that are loaded later
@@ -286,7 +288,7 @@ def test_adapters_loaded_later_on_two_ranks_match_merged_models(tmp_path: Path) 
         )
 
     [[greedy(models[adapter], tokens)] for tokens, adapter in prompts_with_adapters]  # the ranks' threads would wait for each other
-    tiny.Threads().run(work)
+    tiny.ThreadedRanks().run(work)
 
 
 def test_adapter_that_cannot_be_loaded_later_is_refused(folder: Path) -> None:
@@ -305,7 +307,7 @@ def test_adapter_that_cannot_be_loaded_later_is_refused(folder: Path) -> None:
 def test_adapter_in_use_is_not_dropped(folder: Path) -> None:
     loaded = engine_with_room("llama", 1)
     load_later(loaded, "x", folder)
-    loaded.prefill(1, [tiny.group(1, (1, 2, 3), COUNT, adapter="x")], [(1, 3)], 3, [])
+    loaded.prefill(1, [tiny.group(1, (1, 2, 3), ANSWER_LENGTH, adapter="x")], [(1, 3)], 3, [])
     assert loaded.adapt(drop="x") == "there are groups that go by adapter x: it can't be dropped"
     other = prepared(loaded, folder)
     assert loaded.adapt("y", other) == "there is no room for adapter y: all 1 places are taken"
@@ -511,7 +513,7 @@ def test_adapter_target_names_are_those_of_transformers_modules(name: str) -> No
     """peft goes by these names, whatever the checkpoint calls the matrices."""
     recording, folder = RecordingAdapters(), tiny.folder(name)
     weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
-    Decoder(shape(json.loads((folder / "config.json").read_text())), weights, Alone(0, 1), tiny.CPU, adapters=recording)
+    Decoder(shape(json.loads((folder / "config.json").read_text())), weights, LoadingRank(0, 1), tiny.CPU, adapters=recording)
     modules = [key for key, module in tiny.reference(name).named_modules() if isinstance(module, torch.nn.Linear)]
     named = {key[key.index("layers.") :] for key in modules if "layers." in key and "vision_tower" not in key}
     named = {key for key in named if ".compressor." not in key}  # DeepSeek V4's, which can't be changed

@@ -26,7 +26,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 
 NAME = "llama"
 PROMPTS = 16  # for each combination of parameters
@@ -163,7 +163,7 @@ def test_a_thousand_beam_searches_match_transformers() -> None:
     results = drive(engine, groups, Traffic())
     assert len(groups) > 1000
     check(results, cases_and_answers)
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def other_groups(first: int, count: int = 12) -> list[Group]:
@@ -226,7 +226,7 @@ def test_beam_searches_in_mixed_traffic_match_transformers(part: int, page_size:
     check(results, cases_and_answers)
     check_others(results, others[0].uid)
     assert sum(1 for group in groups if group.search and results.pauses[group.uid]) > len(groups) // 10
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_beam_searches_on_two_ranks_match_transformers() -> None:
@@ -235,10 +235,10 @@ def test_beam_searches_on_two_ranks_match_transformers() -> None:
     pages = most_pages(groups, 4) + 2
 
     def work(ranks: Ranks) -> tuple[Results, bool]:
-        engine = tiny.engine_of(NAME, ranks, 4, pages)
-        return drive(engine, groups, Traffic(16, pause=0.02), seed=5), at_rest(engine)
+        engine = tiny.rank_engine(NAME, ranks, 4, pages)
+        return drive(engine, groups, Traffic(16, pause=0.02), seed=5), all_pages_free(engine)
 
-    (results, first), (other_rank, second) = tiny.Threads().run(work)
+    (results, first), (other_rank, second) = tiny.ThreadedRanks().run(work)
     check(results, cases_and_answers)
     check_others(results, others[0].uid)
     assert other_rank.tokens == results.tokens
@@ -257,7 +257,7 @@ def test_pages_stay_within_their_bound_and_are_freed_at_any_end() -> None:
             bound = -(-case.length // page_size) + case.width * (1 + -(-case.count // page_size))
             assert max(peak) <= bound
             assert engine.books.forks.copied <= forks[0] * (page_size - 1)
-            assert at_rest(engine)
+            assert all_pages_free(engine)
 
 
 def record_pages_and_forks(engine: Engine) -> tuple[list[int], list[int]]:

@@ -1,5 +1,5 @@
-"""DeepSeek V4: what config.json says of it, what its parts ask of pages, ranks and drafts, and the names of its tensors. What it
-computes: test_oracle.py."""
+"""DeepSeek V4: its shape from config.json against transformers, limits on pages, ranks and draft tokens, tensor names and number
+formats of checkpoints. Logits and tokens on one and two ranks: test_against_transformers.py."""
 
 import json
 import shutil
@@ -21,12 +21,12 @@ from penstock.shard.models.traits import HyperConnections, Quantization, Rope
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences as tokens_of
 from penstock.shard.step import Span
-from penstock.tests.shard import tiny
-from penstock.tests.shard.test_oracle import close, prompt
-from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
+from penstock.tests.shard import packing, tiny
+from penstock.tests.shard.test_against_transformers import assert_logits_close, prompt
+from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
-# What the hub's config.json of the smaller one says.
-SAID: dict[str, Any] = {
+# Fields of config.json of the smaller model on the hub.
+FLASH: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
     "vocab_size": 129_280,
@@ -46,19 +46,19 @@ QUANTIZED = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 
 
-def made(**fields: Any) -> Shape:
-    return shape(SAID | fields)
+def shape_of(**fields: Any) -> Shape:
+    return shape(FLASH | fields)
 
 
-def test_it_is_transformers() -> None:
-    """Its sizes, and what is left out: 284 billion parameters, 14 of them for a token."""
-    found, theirs = made(), transformers.DeepseekV4Config(**SAID)
+def test_shape_and_parameters_equal_transformers() -> None:
+    """Also defaults of missing fields. 284 billion parameters, 14 of them active for a token."""
+    found, config = shape_of(), transformers.DeepseekV4Config(**FLASH)
     with torch.device("meta"):
-        model = transformers.DeepseekV4ForCausalLM(theirs)
+        model = transformers.DeepseekV4ForCausalLM(config)
     corrections = [values for key, values in model.named_buffers() if "correction" in key]
     assert found.parameters() == sum(values.numel() for values in (*model.parameters(), *corrections))
     assert (round(found.parameters() / 1e9), round(found.parameters(tokens=1) / 1e9)) == (284, 14)
-    assert found == shape({"architectures": SAID["architectures"]} | theirs.to_dict())
+    assert found == shape({"architectures": FLASH["architectures"]} | config.to_dict())
     assert [found.slot(ranks, layer) for ranks in (1, 8) for layer in (0, 2, 3)] == [(1, 1, 512), (1, 1, 3072), (1, 1, 1536)] * 2
     assert found.compressed is not None
     assert found.compressed.kinds == ((4, 512), (128, 0))
@@ -71,23 +71,23 @@ def test_it_is_transformers() -> None:
     assert not found.replayed
 
 
-def test_what_is_left_out_is_usual() -> None:
-    fields = {name: value for name, value in SAID.items() if name not in ("compress_ratios", "num_hash_layers", "rope_scaling")}
-    theirs = transformers.DeepseekV4Config(**fields)
+def test_fields_missing_in_config_json_have_transformers_defaults() -> None:
+    fields = {name: value for name, value in FLASH.items() if name not in ("compress_ratios", "num_hash_layers", "rope_scaling")}
+    config = transformers.DeepseekV4Config(**fields)
     found = shape(fields)
-    assert found == shape(theirs.to_dict() | {"architectures": SAID["architectures"]})
+    assert found == shape(config.to_dict() | {"architectures": FLASH["architectures"]})
     assert found.compressed is not None
     assert found.compressed.rates[:4] == (128, 128, 128, 4)
 
 
-def test_older_fields_are_read() -> None:
-    given = {"compress_rate_csa": 8, "compress_rate_hca": 64, "partial_rotary_factor": 0.25}
-    theirs = transformers.DeepseekV4Config(**SAID | given)
-    found = made(**given)
+def test_older_names_of_compression_fields_are_read() -> None:
+    older_fields = {"compress_rate_csa": 8, "compress_rate_hca": 64, "partial_rotary_factor": 0.25}
+    config = transformers.DeepseekV4Config(**FLASH | older_fields)
+    found = shape_of(**older_fields)
     assert found.compressed is not None
     assert found.compressed.kinds == ((8, 512), (64, 0))
-    assert theirs.compress_rates == {SPARSE: 8, HEAVY: 64}
-    assert found.compressed.turned == theirs.qk_rope_head_dim == 128
+    assert config.compress_rates == {SPARSE: 8, HEAVY: 64}
+    assert found.compressed.turned == config.qk_rope_head_dim == 128
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,18 @@ def test_older_fields_are_read() -> None:
         ({"swiglu_limit": 0}, "swiglu_limit 0, a number above 0"),
         ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters 0, an integer from 1"),
         ({"quantization_config": QUANTIZED, "expert_dtype": "fp3"}, "expert_dtype 'fp3' is not supported beside fp8"),
+        ({"quantization_config": QUANTIZED | {"moe_quant_algo": "MXFP8"}}, "moe_quant_algo 'MXFP8' is not supported beside fp8"),
     ],
 )
-def test_what_is_refused(field: dict[str, Any], words: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(field: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported, match=words):
-        made(**field)
+        shape_of(**field)
 
 
-def test_what_it_asks_of_others() -> None:
-    """Pages of any size, as many ranks as groups can be divided by, keys of all bits, and drafts that follow each other."""
-    found = made(num_attention_heads=24, o_groups=8, moe_intermediate_size=48)
+def test_limits_on_pages_ranks_cache_format_and_draft_trees() -> None:
+    """Pages of any size; ranks that divide output groups, or that these divide; a KV cache of 16 bits at least; draft tokens in
+    chains only."""
+    found = shape_of(num_attention_heads=24, o_groups=8, moe_intermediate_size=48)
     found.check_pages(5)
     assert found.fitting == [1, 2, 4, 8, 24]
     with pytest.raises(Unsupported, match="8 groups of heads can't be divided by 3 ranks"):
@@ -136,62 +138,65 @@ def test_what_it_asks_of_others() -> None:
         check_speculation(found, Speculation(draft="x", widths=(2, 1)))
 
 
-def test_experts_may_have_fewer_bits() -> None:
-    """As one or the other place says: 158 GB of the hub's."""
-    expected = Quantization(method="fp8", kind="fp4", group=32)
-    for given in (
-        {"quantization_config": QUANTIZED, "expert_dtype": "fp4"},
-        {"quantization_config": QUANTIZED | {"expert_dtype": "fp4"}},
+def test_fp4_experts_beside_fp8_matrices_are_read_from_either_field() -> None:
+    """expert_dtype is beside quantization_config or within it. The hub's model has 158 GB, NVIDIA's 167."""
+    hubs, nvidias = Quantization(method="fp8", kind="fp4", group=32), Quantization(method="modelopt", kind="nvfp4", group=16)
+    for expected, size, fields in (
+        (hubs, 158, {"quantization_config": QUANTIZED, "expert_dtype": "fp4"}),
+        (hubs, 158, {"quantization_config": QUANTIZED | {"expert_dtype": "fp4"}}),
+        (nvidias, 167, {"quantization_config": QUANTIZED | {"moe_quant_algo": "NVFP4"}, "expert_dtype": "fp4"}),
     ):
-        found = made(**given)
+        found = shape_of(**fields)
         assert found.quantization == Quantization(method="fp8", kind="fp8", group=128, block=128, others=(expected,))
         assert {mixture and mixture.quantization for mixture in found.mixtures} == {expected}
-        assert round(found.weight_bytes(1, 2, "cuda", "bfloat16", packed=False) / 1e9) == 158
+        assert round(found.weight_bytes(1, 2, "cuda", "bfloat16", packed=False) / 1e9) == size
 
 
-def test_the_estimate_reads_windows_and_entries() -> None:
-    """128 keys in each layer, 512 entries and the index's keys of all, or all entries."""
-    found = made()
+def test_roofline_counts_window_keys_compressed_entries_and_indexer_keys() -> None:
+    """128 keys in each layer; 512 entries and the indexer keys of all entries in sparse layers, all entries in the others."""
+    found = shape_of()
     assert isinstance(found.latent, CompressedLatent)
     group = roofline.Group(shape=found, ranks=1, nodes=1, item=2, token_bytes=found.kv_elements(1) * 2)
     sparse, heavy = (found.latent.rates.count(rate) for rate in (4, 128))
-    read = 43 * 128 * 512 + sparse * (512 * 512 + 32_768 // 4 * 128) + heavy * 32_768 // 128 * 512
-    assert roofline.context_bytes(group, 32_768) == 2 * read
+    elements = 43 * 128 * 512 + sparse * (512 * 512 + 32_768 // 4 * 128) + heavy * 32_768 // 128 * 512
+    assert roofline.context_bytes(group, 32_768) == 2 * elements
 
 
-def stored(name: str) -> dict[str, torch.Tensor]:
+def stored_tensors(name: str) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(tiny.folder(name) / WEIGHTS)
 
 
-def written(tensors: dict[str, torch.Tensor], folder: Path, like: str, **config: Any) -> Path:
-    shutil.copytree(tiny.folder(like), folder)
+def save_checkpoint(tensors: dict[str, torch.Tensor], folder: Path, source: str, **config: Any) -> Path:
+    shutil.copytree(tiny.folder(source), folder)
     safetensors.torch.save_file({name: values.contiguous() for name, values in tensors.items()}, folder / WEIGHTS)
-    said = json.loads((folder / "config.json").read_text()) | config
-    (folder / "config.json").write_text(json.dumps(said))
+    config_json = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(config_json))
     return folder
 
 
-def test_tensors_by_the_hubs_names(tmp_path: Path) -> None:
-    """transformers saves others, with all of a model's names in one place, and of the norm of keys; there may be layers behind."""
-    held = stored("deepseek-v4-entries")
-    assert "model.layers.0.attn.norm.weight" in held
-    hub = {name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm."): values for name, values in held.items()}
+def test_checkpoint_with_the_hubs_tensor_names_is_loaded(tmp_path: Path) -> None:
+    """transformers' names have another prefix and another name of the keys' norm. Multi-token prediction layers are ignored."""
+    tensors = stored_tensors("deepseek-v4-entries")
+    assert "model.layers.0.attn.norm.weight" in tensors
+    hub = {name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm."): values for name, values in tensors.items()}
     hub |= {"embed.weight": hub.pop("embed_tokens.weight"), "mtp.0.norm.weight": torch.zeros(3)}
     hub = {name.replace("hc_head.hc_", "hc_head_"): values for name, values in hub.items()}
-    same(decoder(written(hub, tmp_path / "hub", "deepseek-v4-entries")), tiny.decoder("deepseek-v4-entries"))
+    assert_same_weights(
+        load_decoder(save_checkpoint(hub, tmp_path / "hub", "deepseek-v4-entries")), tiny.decoder("deepseek-v4-entries")
+    )
 
 
-def test_a_table_that_lacks_is_named(tmp_path: Path) -> None:
-    held = {name: values for name, values in stored("deepseek-v4").items() if "tid2eid" not in name}
+def test_missing_or_invalid_expert_hash_table_is_refused(tmp_path: Path) -> None:
+    tensors = {name: values for name, values in stored_tensors("deepseek-v4").items() if "tid2eid" not in name}
     with pytest.raises(Unsupported, match=r"there is no tensor model\.layers\.0\.mlp\.gate\.tid2eid"):
-        decoder(written(held, tmp_path / "lacking", "deepseek-v4"))
-    held["model.layers.0.mlp.gate.tid2eid"] = torch.full((131, 2), 6)
+        load_decoder(save_checkpoint(tensors, tmp_path / "lacking", "deepseek-v4"))
+    tensors["model.layers.0.mlp.gate.tid2eid"] = torch.full((131, 2), 6)
     with pytest.raises(Unsupported, match=r"tid2eid is \[131, 2\], \[131, 2\] numbers of 6 experts"):
-        decoder(written(held, tmp_path / "beyond", "deepseek-v4"))
+        load_decoder(save_checkpoint(tensors, tmp_path / "beyond", "deepseek-v4"))
 
 
-def few_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes of 4 bits, two in a byte, exponents of 32 inputs, and what both mean."""
+def random_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random 4-bit codes, two in a byte, an exponent for each 32 inputs, and the dequantized weight."""
     codes = torch.randint(0, 16, weight.shape, generator=torch.Generator().manual_seed(len(weight)), dtype=torch.uint8)
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     exponents = torch.arange(weight.numel() // 32, dtype=torch.uint8).view(len(weight), -1) % 5 + 122
@@ -201,36 +206,64 @@ def few_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return packed, exponents.view(torch.float8_e8m0fnu), plain
 
 
-def test_bits_of_the_hubs_checkpoints(tmp_path: Path) -> None:
-    """Experts of 4 bits beside matrices of 8, with exponents for scales; what entries are made by has all bits."""
-    held = stored("deepseek-v4-entries")
-    plain, few = dict(held), dict(held)
-    for name, weight in held.items():
+def test_fp4_experts_and_fp8_matrices_load_as_their_dequantized_weights(tmp_path: Path) -> None:
+    """With exponents as scales. The projections that compute compressed entries are not quantized."""
+    tensors = stored_tensors("deepseek-v4-entries")
+    plain, quantized = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
         if ".experts." in name and weight.shape[1] % 32 == 0:
-            few[name], few[name.replace("weight", "scale")], plain[name] = few_bits(weight)
+            quantized[name], quantized[name.replace("weight", "scale")], plain[name] = random_mxfp4(weight)
         elif ".wq_a." in name or ".wo_a." in name:
             blocks = torch.full((-(-len(weight) // 16), -(-weight.shape[1] // 16)), 125, dtype=torch.uint8)
-            few[name], few[name.replace("weight", "scale")] = weight.to(torch.float8_e4m3fn), blocks.view(torch.float8_e8m0fnu)
-            plain[name] = few[name].float() / 4
-    assert sum(values.dtype == torch.int8 for values in few.values()) > 8
-    config = {"quantization_config": QUANTIZED | {"weight_block_size": [16, 16]}, "expert_dtype": "fp4"}
-    same(
-        decoder(written(few, tmp_path / "few", "deepseek-v4-entries", **config)),
-        decoder(written(plain, tmp_path / "plain", "deepseek-v4-entries")),
+            quantized[name], quantized[name.replace("weight", "scale")] = (
+                weight.to(torch.float8_e4m3fn),
+                blocks.view(torch.float8_e8m0fnu),
+            )
+            plain[name] = quantized[name].float() / 4
+    assert sum(values.dtype == torch.int8 for values in quantized.values()) > 8
+    config = {"quantization_config": QUANTIZED | {"weight_block_size": [16, 16]}}
+    expected = load_decoder(save_checkpoint(plain, tmp_path / "plain", "deepseek-v4-entries"))
+    for folder, fields in (
+        ("quantized", {"expert_dtype": "fp4"}),
+        ("unnamed", {}),
+    ):  # V4 Flash's first config.json has no such field
+        checkpoint = save_checkpoint(quantized, tmp_path / folder, "deepseek-v4-entries", **config, **fields)
+        assert_same_weights(load_decoder(checkpoint), expected)
+
+
+def test_nvfp4_experts_beside_fp8_matrices_load_as_their_dequantized_weights(tmp_path: Path) -> None:
+    """As in NVIDIA's checkpoints of V4 Flash: a field of their own says so, and `expert_dtype` is that of the original."""
+    tensors = stored_tensors("deepseek-v4-entries")
+    plain, quantized = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if ".experts." in name:
+            codes, plain[name] = packing.nvfp4(packing.FORMATS["modelopt-nvfp4"], weight)
+            quantized |= {name.replace("weight", part): values for part, values in codes.items()}
+        elif ".wq_a." in name:
+            blocks = torch.full((-(-len(weight) // 16), -(-weight.shape[1] // 16)), 125, dtype=torch.uint8)
+            scales = blocks.view(torch.float8_e8m0fnu)
+            quantized[name], quantized[name.replace("weight", "scale")] = weight.to(torch.float8_e4m3fn), scales
+            plain[name] = quantized[name].float() / 4
+    assert sum(values.dtype == torch.uint8 for values in quantized.values()) > 8
+    config = QUANTIZED | {"weight_block_size": [16, 16], "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4"}
+    checkpoint = save_checkpoint(
+        quantized, tmp_path / "quantized", "deepseek-v4-entries", quantization_config=config, expert_dtype="fp4"
     )
+    expected = load_decoder(save_checkpoint(plain, tmp_path / "plain", "deepseek-v4-entries"))
+    assert_same_weights(load_decoder(checkpoint), expected)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4", "deepseek-v4-entries"])
-def test_four_ranks_have_parts_of_groups(name: str) -> None:
-    """One each, or a quarter of the only one."""
+def test_logits_on_four_ranks_equal_transformers(name: str) -> None:
+    """Each rank has one output group, or a quarter of the only one."""
     tokens = prompt(3, 60)
 
     def work(ranks: Ranks) -> torch.Tensor:
-        engine = tiny.engine_of(name, ranks)
+        engine = tiny.rank_engine(name, ranks)
         [sequence], _ = tokens_of(tokens, 1)
         with torch.inference_mode():
             engine.pool.extend(sequence.pages, len(tokens))
             logits = engine.decoder.logits(engine.forward([Span(sequence, 0, sequence.tokens, wanted=60)]))
         return torch.empty(0) if logits is None else logits.clone()
 
-    close(tiny.Threads(4).run(work)[0], tiny.expected_logits(name, tokens))
+    assert_logits_close(tiny.ThreadedRanks(4).run(work)[0], tiny.expected_logits(name, tokens))

@@ -28,7 +28,7 @@ from penstock.shard.models.decoder import Decoder
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
 from penstock.tests.shard import tiny
-from penstock.tests.shard.toy import g_test, joint, total_variation
+from penstock.tests.shard.toy import g_test, joint_distribution, total_variation
 
 VOCABULARY = 4
 PROMPT = [0, 1, 2, 3, 1]
@@ -104,7 +104,9 @@ def answers(options: str, count: int, sampling: Sampling = PLAIN, allowance: All
 
 def exact(sampling: Sampling) -> torch.Tensor:
     """The exact distribution, by plain forward passes of transformers' model."""
-    return joint(lambda text: tiny.expected_logits("four", text)[-1], VOCABULARY, sampling, COUNT, [*PROMPT, *BEGUN], len(PROMPT))
+    return joint_distribution(
+        lambda text: tiny.expected_logits("four", text)[-1], VOCABULARY, sampling, COUNT, [*PROMPT, *BEGUN], len(PROMPT)
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ from penstock.shard.speculator import Speculator
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
+from penstock.tests.shard.test_against_transformers import all_pages_free
 from penstock.tests.shard.test_drafter import max_drafts, with_free_drafts
-from penstock.tests.shard.test_oracle import at_rest
 from penstock.tests.shard.test_sharing import pages_of_largest_group
 from penstock.tests.shard.test_speculation import plain_results, sample_groups
 
@@ -225,7 +225,7 @@ def test_draft_head_logits_match_the_eagle3_reference(head: Path, options: str, 
     assert results.tokens == {one: plain_results().tokens[one] for one in results.tokens}
     assert results.pauses
     assert results.drafted > 50
-    assert at_rest(own)
+    assert all_pages_free(own)
 
 
 @pytest.mark.parametrize(("name", "options"), [("llama", "tree=2x2x1"), ("glm4-moe", "tokens=3"), ("qwen3.5", "tokens=3")])
@@ -255,7 +255,7 @@ def test_features_on_two_ranks_are_kept_alike_for_the_head_on_rank_0(
         )
         return results, errors()
 
-    (results, errors), (other_rank, _) = tiny.Threads().run(work)
+    (results, errors), (other_rank, _) = tiny.ThreadedRanks().run(work)
     plain = drive(
         tiny.engine(name, prefix_caching=False), [group for group in sample_groups(0) if group.uid in results.answers], Traffic()
     )
@@ -430,7 +430,7 @@ def test_mtp_layer_logits_match_transformers_layer(name: str, tables: bool, opti
     assert max(deviations := errors()) < tolerance
     assert len(deviations) > 50
     assert results.tokens == plain.tokens
-    assert at_rest(own)
+    assert all_pages_free(own)
 
 
 def test_heads_own_embedding_is_used(head: Path, tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_two_ranks_draft_and_accept_like_one(head: Path) -> None:
     options = "tree=2x2x1"
 
     def work(ranks: Ranks) -> Results:
-        rank_engine = tiny.engine_of("llama", ranks, 4, 300)
+        rank_engine = tiny.rank_engine("llama", ranks, 4, 300)
         config = ShardConfig(folder=str(tiny.folder("llama")), model="llama", rank=ranks.rank, ranks=2)
         whole = Weights(tiny.folder("llama"), torch.float32, tiny.CPU, lambda read: None)
         speculation = parse(f"draft={head},{options}")
@@ -455,7 +455,7 @@ def test_two_ranks_draft_and_accept_like_one(head: Path) -> None:
         rank_engine.resize(300)
         return drive(with_free_drafts(rank_engine), sample_groups(8), Traffic(16, pause=0.03), seed=5)
 
-    results, other_rank = tiny.Threads().run(work)
+    results, other_rank = tiny.ThreadedRanks().run(work)
     alone = drive(with_free_drafts(engine(head, options, 4, 300)), sample_groups(8), Traffic(16, pause=0.03), seed=5)
     assert results.tokens == other_rank.tokens == alone.tokens == plain_results().tokens
     assert results.drafted == other_rank.drafted
@@ -598,7 +598,7 @@ def test_planned_bytes_of_a_head_match_its_weights_with_two_ranks(name: str, hea
             return MtpHead(form, decoder, source).weight_bytes
         return Eagle3(form, Weights(own, torch.bfloat16, tiny.CPU, lambda read: None), decoder, source).weight_bytes
 
-    head_bytes, _ = tiny.Threads().run(work)
+    head_bytes, _ = tiny.ThreadedRanks().run(work)
     model = checkpoint.read(folder, "dummy")
     draft = model if name != "llama" else checkpoint.read(own, "dummy")
     planned = plan.divide(

@@ -22,7 +22,7 @@ from penstock.shard.speculator import Speculator
 from penstock.shard.step import Span, Step
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 from penstock.tests.shard.test_sharing import pages_of_largest_group
 from penstock.tests.shard.test_speculation import plain_results, sample_groups
 
@@ -81,7 +81,7 @@ def test_a_draft_model_changes_no_token(options: str, page_size: int, chunk: int
     assert results.pauses
     assert results.drafted > 50
     assert draft != "llama" or results.accepted > 150
-    assert at_rest(drafting)
+    assert all_pages_free(drafting)
 
 
 @pytest.mark.parametrize(("page_size", "prefix_caching"), [(1, True), (4, False), (16, True)])
@@ -241,12 +241,12 @@ def test_two_ranks_draft_and_accept_alike() -> None:
 
     def work(ranks: Ranks) -> Results:
         drafter = Drafter(tiny.decoder("llama"), configurations.VOCABULARY, tiny.CPU, 10) if ranks.rank == 0 else None
-        rank_engine = tiny.engine_of("llama", ranks, 4, 300)
+        rank_engine = tiny.rank_engine("llama", ranks, 4, 300)
         rank_engine.speculator = Speculator(ranks, tiny.CPU, parse("draft=x,tree=2x2x1"), drafter)
         rank_engine.resize(300)
         return drive(with_free_drafts(rank_engine), sample_groups(10), Traffic(16, pause=0.03), seed=5)
 
-    results, other_rank = tiny.Threads().run(work)
+    results, other_rank = tiny.ThreadedRanks().run(work)
     assert results.tokens == other_rank.tokens == plain.tokens
     assert (results.drafted, results.accepted) == (other_rank.drafted, other_rank.accepted)
     assert results.accepted > 200
@@ -266,12 +266,12 @@ def test_rejection_and_typical_are_greedy_at_temperature_0_and_agree_on_both_ran
             if ranks.rank == 0
             else None
         )
-        rank_engine = tiny.engine_of("llama", ranks, 4, 300)
+        rank_engine = tiny.rank_engine("llama", ranks, 4, 300)
         rank_engine.speculator = Speculator(ranks, tiny.CPU, parse(f"draft=x,{options}"), drafter)
         rank_engine.resize(300)
         return drive(with_free_drafts(rank_engine), [*groups, *drawn], Traffic(16), seed=5)
 
-    results, other_rank = tiny.Threads().run(work)
+    results, other_rank = tiny.ThreadedRanks().run(work)
     assert results.tokens == other_rank.tokens
     assert {key: results.tokens[key] for key in plain.tokens} == plain.tokens
     assert not results.failed

@@ -40,9 +40,9 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.shard.weights import Weights
-from penstock.tests.shard import fake_cuda, lora, packing, seeing, test_draft_head, tiny
+from penstock.tests.shard import fake_cuda, lora, packing, test_draft_head, tiny, vision_models
 from penstock.tests.shard.fake_cuda import Activity
-from penstock.tests.shard.test_weights import Alone
+from penstock.tests.shard.test_weights import LoadingRank
 
 triton = pytest.importorskip("triton")
 expanded_attention = pytest.importorskip("penstock.kernels.expanded_attention")
@@ -712,19 +712,19 @@ def test_no_model_family_makes_the_host_wait_within_a_step(activity: Activity, n
 
 
 @pytest.fixture(scope="module")
-def image_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[seeing.Seen]]]:
+def image_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[vision_models.ImagePrompt]]]:
     """By name, a model with image input and prompts with images. Created outside the simulated device."""
     found = {}
     for name in ("Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"):
         folder = tmp_path_factory.mktemp(name)
-        kind = seeing.made(name, folder).config.model_type
-        found[name] = folder, [seeing.seen(name, kind, random.Random(seed), [(2, 3), (1, 1)]) for seed in range(3)]
+        kind = vision_models.make_model(name, folder).config.model_type
+        found[name] = folder, [vision_models.image_prompt(name, kind, random.Random(seed), [(2, 3), (1, 1)]) for seed in range(3)]
     return found
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Gemma4Both", "InternVL", "LlavaOnevision", "Mistral3", "Qwen3VL", "Qwen3_5"])
 def test_images_are_encoded_on_the_device_with_no_host_wait_but_the_encoders(
-    image_models: dict[str, tuple[Path, list[seeing.Seen]]], activity: Activity, name: str
+    image_models: dict[str, tuple[Path, list[vision_models.ImagePrompt]]], activity: Activity, name: str
 ) -> None:
     """Only transformers' encoders make the host wait: they compute sizes on the host from what they have put on the device."""
     folder, prompts = image_models[name]
@@ -795,7 +795,7 @@ def test_planned_weight_bytes_of_a_rank_match_the_loaded_int4_decoder(name: str)
     if some are, all of them."""
     path, device = tiny.folder(name), torch.device("cuda", 0)
     model = shape(json.loads((path / "config.json").read_text())).quantized("int4")
-    decoder = Decoder(model, Weights(path, torch.bfloat16, device, lambda read: None), Alone(1), device)
+    decoder = Decoder(model, Weights(path, torch.bfloat16, device, lambda read: None), LoadingRank(1), device)
     assert model.weight_bytes(2, 2, "cuda", "bfloat16", False) == pytest.approx(decoder.weight_bytes, rel=0.003)
 
 
@@ -814,7 +814,7 @@ def test_4_bit_float_weights_take_the_planned_memory(one: tuple[str, str], fp4_f
     """They take the planned memory: all weights, and those of one of two ranks, which has 96 of 192 inputs."""
     device = torch.device("cuda", 0)
     model = shape(json.loads((fp4_folders[one] / "config.json").read_text()))
-    for ranks in (Ranks(0, 1, device), Alone(1)):
+    for ranks in (Ranks(0, 1, device), LoadingRank(1)):
         decoder = Decoder(model, Weights(fp4_folders[one], torch.bfloat16, device, lambda read: None), ranks, device)
         planned = model.weight_bytes(ranks.size, 2, "cuda", "bfloat16", False)
         assert planned == pytest.approx(decoder.weight_bytes, rel=0.001)

@@ -1,4 +1,5 @@
-"""Architectures that are not Llama's: what their config.json files leave out, and what is refused by name."""
+"""Config.json files of architectures that are not Llama's: defaults of missing fields and parameter counts against transformers'
+configurations and models, fields with several names, and the refusal of unsupported or invalid values."""
 
 import json
 import re
@@ -15,6 +16,7 @@ import transformers
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.families import FAMILIES, shape
+from penstock.shard.models.fields import PUBLISHED
 from penstock.shard.models.heads import HeadAttention
 from penstock.shard.models.image_families import IMAGES
 from penstock.shard.models.mlp import MixtureOfExperts
@@ -24,8 +26,8 @@ from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.configurations import LONGROPE, SMALL, YARN
-from penstock.tests.shard.test_oracle import close, prompt
-from penstock.tests.shard.test_weights import same
+from penstock.tests.shard.test_against_transformers import assert_logits_close, prompt
+from penstock.tests.shard.test_weights import assert_same_weights
 
 
 def config(architecture: str, **more: Any) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "theirs"),
+    ("architecture", "config_class"),
     [
         ("AfmoeForCausalLM", transformers.AfmoeConfig),
         ("ApertusForCausalLM", transformers.ApertusConfig),
@@ -93,9 +95,15 @@ def config(architecture: str, **more: Any) -> dict[str, Any]:
         ("VaultGemmaForCausalLM", transformers.VaultGemmaConfig),
     ],
 )
-def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any) -> None:
-    said = {"vocab_size": 32_064, "hidden_size": 4096, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 32}
-    expected, found = theirs(**said), shape({"architectures": [architecture]} | said)
+def test_fields_missing_in_config_json_have_transformers_defaults(architecture: str, config_class: Any) -> None:
+    fields = {
+        "vocab_size": 32_064,
+        "hidden_size": 4096,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+    }
+    expected, found = config_class(**fields), shape({"architectures": [architecture]} | fields)
     ropes = expected.rope_parameters
     assert found.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
     epsilons = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -121,7 +129,7 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
     ],
 )
 @pytest.mark.parametrize(
-    ("architecture", "theirs"),
+    ("architecture", "config_class"),
     [
         ("AfmoeForCausalLM", transformers.AfmoeConfig),
         ("Cohere2ForCausalLM", transformers.Cohere2Config),
@@ -134,23 +142,30 @@ def test_what_is_left_out_is_transformers_default(architecture: str, theirs: Any
         ("SmolLM3ForCausalLM", transformers.SmolLM3Config),
     ],
 )
-def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: dict[str, Any]) -> None:
-    """Where config.json does not name them: those that transformers writes do."""
-    said = SMALL | {"num_hidden_layers": 9} | more
-    expected, found = theirs(**said), shape({"architectures": [architecture]} | said)
+def test_layer_types_missing_in_config_json_are_those_of_transformers(
+    architecture: str, config_class: Any, more: dict[str, Any]
+) -> None:
+    """Configs that transformers saves list layer types; others may leave them out."""
+    fields = SMALL | {"num_hidden_layers": 9} | more
+    expected, found = config_class(**fields), shape({"architectures": [architecture]} | fields)
     assert [window > 0 for window in found.windows] == [kind == "sliding_attention" for kind in expected.layer_types]
     assert set(found.windows) <= {0, expected.sliding_window}
-    still = [layer for layer, turns in enumerate(getattr(expected, "no_rope_layers", [])) if not turns]
+    layers_without_rope = [layer for layer, has_rope in enumerate(getattr(expected, "no_rope_layers", [])) if not has_rope]
     if architecture in ("AfmoeForCausalLM", "Exaone4ForCausalLM", "Cohere2ForCausalLM"):
-        still = [layer for layer, kind in enumerate(expected.layer_types) if kind == "full_attention"]
-    assert sorted(found.unturned) == still
-    every = 9 // more.get("sliding_window_pattern", 4)
-    counts = {"AfmoeForCausalLM": 2, "SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": every, "Cohere2ForCausalLM": every}
-    assert len(still) == counts.get(architecture, 0)
+        layers_without_rope = [layer for layer, kind in enumerate(expected.layer_types) if kind == "full_attention"]
+    assert sorted(found.unturned) == layers_without_rope
+    expected_count = 9 // more.get("sliding_window_pattern", 4)
+    counts = {
+        "AfmoeForCausalLM": 2,
+        "SmolLM3ForCausalLM": 2,
+        "Exaone4ForCausalLM": expected_count,
+        "Cohere2ForCausalLM": expected_count,
+    }
+    assert len(layers_without_rope) == counts.get(architecture, 0)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "theirs"),
+    ("architecture", "config_class"),
     [
         ("AXK1ForCausalLM", transformers.AXK1Config),
         ("AXK2ForCausalLM", transformers.AXK2Config),
@@ -164,43 +179,43 @@ def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: 
         ("MiniCPM3ForCausalLM", transformers.MiniCPM3Config),
     ],
 )
-def test_all_is_as_when_transformers_has_written_it(architecture: str, theirs: Any) -> None:
-    """Kinds of layers, windows, rotary embeddings, experts: the usual ones are those that it writes."""
-    written = theirs(num_hidden_layers=14).to_dict() | {"architectures": [architecture]}
+def test_minimal_config_gives_the_same_shape_as_one_saved_by_transformers(architecture: str, config_class: Any) -> None:
+    """Defaults of layer types, sliding windows, rotary embeddings and experts."""
+    written = config_class(num_hidden_layers=14).to_dict() | {"architectures": [architecture]}
     names = ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "architectures")
-    usual = {"intermediate_size": 88} | {name: written[name] for name in names if name in written}
-    assert shape(usual) == shape(usual | written)
+    required_fields = {"intermediate_size": 88} | {name: written[name] for name in names if name in written}
+    assert shape(required_fields) == shape(required_fields | written)
 
 
 @pytest.mark.parametrize("pattern", [1, 2])
 @pytest.mark.parametrize("dense", [0, 3])
-def test_layers_of_command_a_plus_are_of_transformers_kinds(pattern: int, dense: int) -> None:
-    """Those without experts slide by a pattern of their own."""
+def test_layer_types_of_command_a_plus_are_those_of_transformers(pattern: int, dense: int) -> None:
+    """Dense layers have a sliding window pattern of their own."""
     more = {"num_hidden_layers": 9, "first_k_dense_replace": dense, "prefix_dense_sliding_window_pattern": pattern}
-    theirs = transformers.Cohere2MoeConfig(**SMALL | more | {"sliding_window_pattern": 3})
+    expected = transformers.Cohere2MoeConfig(**SMALL | more | {"sliding_window_pattern": 3})
     found = shape(config("Cohere2MoeForCausalLM", sliding_window_pattern=3, **more))
-    kinds = {"layer_types": theirs.layer_types, "mlp_layer_types": theirs.mlp_layer_types}
+    kinds = {"layer_types": expected.layer_types, "mlp_layer_types": expected.mlp_layer_types}
     assert found == shape(
         config("Cohere2MoeForCausalLM", prefix_dense_sliding_window_pattern=pattern, num_hidden_layers=9, **kinds)
     )
-    assert [mixture is None for mixture in found.mixtures] == [kind == "dense" for kind in theirs.mlp_layer_types]
+    assert [mixture is None for mixture in found.mixtures] == [kind == "dense" for kind in expected.mlp_layer_types]
 
 
 @pytest.mark.parametrize("name", sorted(configurations.FAMILIES))
-def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
-    theirs = tiny.reference(name)
-    corrections = [values for key, values in theirs.named_buffers() if "correction" in key or "expert_bias" in key]
+def test_parameter_count_equals_transformers(name: str) -> None:
+    reference = tiny.reference(name)
+    corrections = [values for key, values in reference.named_buffers() if "correction" in key or "expert_bias" in key]
     found = tiny.decoder(name).shape
-    outside = ["vision_tower", "projector", "visual."]
+    not_text = ["vision_tower", "projector", "visual."]
     if found.index and not found.index.pool:
-        outside.append("index_kpool")  # of pools of one token, whose keys are their own
-    own = [values for key, values in theirs.named_parameters() if not any(part in key for part in outside)]
-    padding = (found.learned or 0) * found.hidden  # rows of OPT's positions, which nobody looks at
+        not_text.append("index_kpool")  # no parameters if pools have one token, whose key is the token's own
+    parameters = [values for key, values in reference.named_parameters() if not any(part in key for part in not_text)]
+    unused = (found.learned or 0) * found.hidden  # rows of OPT's position table that are never read
     mixtures = filter(None, found.mixtures)
-    padding += sum(
-        2 * one.idle * one.size * found.hidden for one in mixtures
-    )  # of experts that do nothing, half of what others have
-    assert found.parameters() + padding == sum(values.numel() for values in (*own, *corrections))
+    unused += sum(
+        2 * mixture.idle * mixture.size * found.hidden for mixture in mixtures
+    )  # of zero-computation experts: half as many as other experts have
+    assert found.parameters() + unused == sum(values.numel() for values in (*parameters, *corrections))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -223,99 +238,105 @@ def test_parameters_are_counted_as_transformers_has_them(name: str) -> None:
         *("llama4", "llama4-full", "llama4-steps", "ministral3", "mistral4", "mistral-large4", "mistral-large4-plain"),
     ],
 )
-def test_bytes_are_planned_as_they_are_held(name: str, dtype: str) -> None:
+def test_planned_weight_bytes_equal_the_loaded_bytes(name: str, dtype: str) -> None:
     model = load(ShardConfig(folder=str(tiny.folder(name)), model=name, dtype=dtype), lambda stage: None).decoder
     planned = model.shape.weight_bytes(1, 4 if dtype == "float32" else 2, "cpu", dtype, not model.head.shared)
     assert planned == model.weight_bytes
 
 
-def test_the_documents_name_every_architecture() -> None:
+def test_docs_list_every_supported_architecture() -> None:
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     named = set(re.findall(r"`(\w+(?:For\w+|LMHeadModel))`", text))
-    assert named == set(FAMILIES | IMAGES)
+    assert named == set(FAMILIES | IMAGES) | set(PUBLISHED)
 
 
-def test_experts_are_transformers_by_default() -> None:
-    theirs = transformers.Qwen3MoeConfig()
+def test_moe_defaults_of_softmax_routers_are_those_of_transformers() -> None:
+    defaults = transformers.Qwen3MoeConfig()
     expected = Mixture(
-        experts=theirs.num_experts,
-        chosen=theirs.num_experts_per_tok,
-        size=theirs.moe_intermediate_size,
-        normalized=theirs.norm_topk_prob,
+        experts=defaults.num_experts,
+        chosen=defaults.num_experts_per_tok,
+        size=defaults.moe_intermediate_size,
+        normalized=defaults.norm_topk_prob,
     )
     assert shape(config("Qwen3MoeForCausalLM")).mixtures == (expected,) * 2
-    theirs = transformers.Qwen2MoeConfig()
+    defaults = transformers.Qwen2MoeConfig()
     shared = Mixture(
-        experts=theirs.num_experts,
-        chosen=theirs.num_experts_per_tok,
-        size=theirs.moe_intermediate_size,
-        normalized=theirs.norm_topk_prob,
-        shared=theirs.shared_expert_intermediate_size,
+        experts=defaults.num_experts,
+        chosen=defaults.num_experts_per_tok,
+        size=defaults.moe_intermediate_size,
+        normalized=defaults.norm_topk_prob,
+        shared=defaults.shared_expert_intermediate_size,
     )
     assert shape(config("Qwen2MoeForCausalLM")).mixtures == (shared,) * 2
-    first, second = transformers.MixtralConfig(), shape(config("MixtralForCausalLM")).mixtures[0]
-    assert second is not None
-    assert (second.experts, second.chosen) == (first.num_local_experts, first.num_experts_per_tok)
-    granite, [same, _] = transformers.GraniteMoeConfig(), shape(config("GraniteMoeForCausalLM")).mixtures
-    assert same is not None
-    assert (same.experts, same.chosen, same.shared) == (granite.num_local_experts, granite.num_experts_per_tok, 0)
-    assert shape(config("GraniteMoeSharedForCausalLM")).mixtures == (same,) * 2
-    assert shape(config("MixtralForCausalLM")).windows == (first.sliding_window or 0,) * 2
+    mixtral, mixtral_mixture = transformers.MixtralConfig(), shape(config("MixtralForCausalLM")).mixtures[0]
+    assert mixtral_mixture is not None
+    assert (mixtral_mixture.experts, mixtral_mixture.chosen) == (mixtral.num_local_experts, mixtral.num_experts_per_tok)
+    granite, [granite_mixture, _] = transformers.GraniteMoeConfig(), shape(config("GraniteMoeForCausalLM")).mixtures
+    assert granite_mixture is not None
+    assert (granite_mixture.experts, granite_mixture.chosen, granite_mixture.shared) == (
+        granite.num_local_experts,
+        granite.num_experts_per_tok,
+        0,
+    )
+    assert shape(config("GraniteMoeSharedForCausalLM")).mixtures == (granite_mixture,) * 2
+    assert shape(config("MixtralForCausalLM")).windows == (mixtral.sliding_window or 0,) * 2
 
 
-def made(name: str) -> tuple[Mixture | None, ...]:
+def mixtures_of(name: str) -> tuple[Mixture | None, ...]:
     return shape(config(f"{name}ForCausalLM", num_hidden_layers=3)).mixtures
 
 
-def test_experts_with_scores_of_their_own_are_transformers_by_default() -> None:
-    glm, dots, minimax, ernie, olmoe = map(made, ("Glm4Moe", "Dots1", "MiniMaxM2", "Ernie4_5_Moe", "Olmoe"))
-    theirs = transformers.Glm4MoeConfig()
-    of_glm = Mixture(
-        experts=theirs.n_routed_experts,
-        chosen=theirs.num_experts_per_tok,
-        size=theirs.moe_intermediate_size,
-        normalized=theirs.norm_topk_prob,
+def test_moe_defaults_of_sigmoid_routers_are_those_of_transformers() -> None:
+    glm, dots, minimax, ernie, olmoe = map(mixtures_of, ("Glm4Moe", "Dots1", "MiniMaxM2", "Ernie4_5_Moe", "Olmoe"))
+    defaults = transformers.Glm4MoeConfig()
+    glm_mixture = Mixture(
+        experts=defaults.n_routed_experts,
+        chosen=defaults.num_experts_per_tok,
+        size=defaults.moe_intermediate_size,
+        normalized=defaults.norm_topk_prob,
         sigmoid=True,
         correction="gate.e_score_correction_bias",
-        groups=theirs.n_group,
-        groups_chosen=theirs.topk_group,
-        factor=theirs.routed_scaling_factor,
-        shared=theirs.n_shared_experts * theirs.moe_intermediate_size,
+        groups=defaults.n_group,
+        groups_chosen=defaults.topk_group,
+        factor=defaults.routed_scaling_factor,
+        shared=defaults.n_shared_experts * defaults.moe_intermediate_size,
         shared_name="shared_experts",
         shared_gate="",
     )
-    assert glm == (None, of_glm, of_glm)
-    assert theirs.first_k_dense_replace == 1
-    theirs = transformers.Dots1Config()
-    assert dots == (replace(of_glm, normalized=theirs.norm_topk_prob, shared=0),) * 3
-    theirs = transformers.ExaoneMoeConfig()
-    names = {"experts": theirs.num_experts, "size": theirs.moe_intermediate_size, "factor": theirs.routed_scaling_factor}
-    expected = replace(of_glm, **names, shared=theirs.moe_intermediate_size, correction="e_score_correction_bias")
-    assert made("ExaoneMoe") == (None, expected, expected)
-    theirs = transformers.SolarOpenConfig()
-    names = {"experts": theirs.n_routed_experts, "size": theirs.moe_intermediate_size, "factor": theirs.routed_scaling_factor}
-    assert made("SolarOpen") == (replace(of_glm, **names, shared=theirs.moe_intermediate_size),) * 3
-    theirs = transformers.AfmoeConfig()
-    names = {"experts": theirs.num_experts, "chosen": theirs.num_experts_per_tok, "factor": theirs.route_scale}
-    expected = replace(of_glm, **names, shared=2 * theirs.moe_intermediate_size, correction="expert_bias", router="router.gate")
-    assert made("Afmoe") == (None, expected, expected)
-    theirs = transformers.HYV3Config()
-    names = {"experts": theirs.num_experts, "size": theirs.moe_intermediate_size, "factor": theirs.router_scaling_factor}
-    expected = replace(of_glm, **names, shared=theirs.moe_intermediate_size, correction="expert_bias")
-    assert made("HYV3") == (None, *(replace(expected, router="router.gate", shared_name="shared_mlp"),) * 2)
-    theirs = transformers.MellumConfig()
-    [mellum] = set(made("Mellum"))
-    assert mellum == Mixture(experts=theirs.num_experts, chosen=theirs.num_experts_per_tok, size=896, normalized=True)
-    theirs = transformers.MiniMaxM2Config()
-    assert [(one.experts, one.chosen, one.size) for one in minimax if one] == [(theirs.num_experts, 8, 88)] * 3
-    theirs = transformers.Ernie4_5_MoeConfig(num_hidden_layers=3)
+    assert glm == (None, glm_mixture, glm_mixture)
+    assert defaults.first_k_dense_replace == 1
+    defaults = transformers.Dots1Config()
+    assert dots == (replace(glm_mixture, normalized=defaults.norm_topk_prob, shared=0),) * 3
+    defaults = transformers.ExaoneMoeConfig()
+    names = {"experts": defaults.num_experts, "size": defaults.moe_intermediate_size, "factor": defaults.routed_scaling_factor}
+    expected = replace(glm_mixture, **names, shared=defaults.moe_intermediate_size, correction="e_score_correction_bias")
+    assert mixtures_of("ExaoneMoe") == (None, expected, expected)
+    defaults = transformers.SolarOpenConfig()
+    names = {"experts": defaults.n_routed_experts, "size": defaults.moe_intermediate_size, "factor": defaults.routed_scaling_factor}
+    assert mixtures_of("SolarOpen") == (replace(glm_mixture, **names, shared=defaults.moe_intermediate_size),) * 3
+    defaults = transformers.AfmoeConfig()
+    names = {"experts": defaults.num_experts, "chosen": defaults.num_experts_per_tok, "factor": defaults.route_scale}
+    expected = replace(
+        glm_mixture, **names, shared=2 * defaults.moe_intermediate_size, correction="expert_bias", router="router.gate"
+    )
+    assert mixtures_of("Afmoe") == (None, expected, expected)
+    defaults = transformers.HYV3Config()
+    names = {"experts": defaults.num_experts, "size": defaults.moe_intermediate_size, "factor": defaults.router_scaling_factor}
+    expected = replace(glm_mixture, **names, shared=defaults.moe_intermediate_size, correction="expert_bias")
+    assert mixtures_of("HYV3") == (None, *(replace(expected, router="router.gate", shared_name="shared_mlp"),) * 2)
+    defaults = transformers.MellumConfig()
+    [mellum] = set(mixtures_of("Mellum"))
+    assert mellum == Mixture(experts=defaults.num_experts, chosen=defaults.num_experts_per_tok, size=896, normalized=True)
+    defaults = transformers.MiniMaxM2Config()
+    assert [(one.experts, one.chosen, one.size) for one in minimax if one] == [(defaults.num_experts, 8, 88)] * 3
+    defaults = transformers.Ernie4_5_MoeConfig(num_hidden_layers=3)
     found = [(one.experts, one.chosen, one.size, one.shared) for one in ernie if one]
-    size = theirs.moe_intermediate_size
-    assert found == [(theirs.moe_num_experts, theirs.moe_k, size, theirs.moe_num_shared_experts * size)] * 2
+    size = defaults.moe_intermediate_size
+    assert found == [(defaults.moe_num_experts, defaults.moe_k, size, defaults.moe_num_shared_experts * size)] * 2
     assert ernie[0] is None
-    theirs = transformers.OlmoeConfig()
+    defaults = transformers.OlmoeConfig()
     assert [(one.experts, one.chosen, one.normalized) for one in olmoe if one] == [
-        (theirs.num_experts, 8, theirs.norm_topk_prob)
+        (defaults.num_experts, 8, defaults.norm_topk_prob)
     ] * 3
 
 
@@ -326,19 +347,21 @@ def test_experts_with_scores_of_their_own_are_transformers_by_default() -> None:
         {"moe_layer_interval": 3, "moe_layer_start_index": 3, "moe_layer_end_index": 6, "moe_num_shared_experts": 0},
     ],
 )
-def test_ernies_experts_are_where_transformers_has_them(more: dict[str, Any]) -> None:
-    said = SMALL | {"num_hidden_layers": 9, "moe_num_experts": 3, "moe_k": 2} | more
+def test_ernie_moe_layers_are_those_of_transformers(more: dict[str, Any]) -> None:
+    fields = SMALL | {"num_hidden_layers": 9, "moe_num_experts": 3, "moe_k": 2} | more
     with torch.device("meta"):
-        theirs = transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**said))
-    found = shape({"architectures": ["Ernie4_5_MoeForCausalLM"]} | said)
-    assert [mixture is not None for mixture in found.mixtures] == [hasattr(layer.mlp, "experts") for layer in theirs.model.layers]
-    assert found.parameters() == theirs.num_parameters()
+        reference = transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**fields))
+    found = shape({"architectures": ["Ernie4_5_MoeForCausalLM"]} | fields)
+    assert [mixture is not None for mixture in found.mixtures] == [
+        hasattr(layer.mlp, "experts") for layer in reference.model.layers
+    ]
+    assert found.parameters() == reference.num_parameters()
 
 
-def test_dots_slides_only_by_a_window() -> None:
-    said = SMALL | {"num_hidden_layers": 4, "sliding_window": None, "max_window_layers": 2, "num_experts_per_tok": 2}
-    assert set(transformers.Dots1Config(**said).layer_types) == {"full_attention"}
-    assert shape({"architectures": ["Dots1ForCausalLM"]} | said).windows == (0,) * 4
+def test_dots1_without_a_sliding_window_has_full_attention_in_all_layers() -> None:
+    fields = SMALL | {"num_hidden_layers": 4, "sliding_window": None, "max_window_layers": 2, "num_experts_per_tok": 2}
+    assert set(transformers.Dots1Config(**fields).layer_types) == {"full_attention"}
+    assert shape({"architectures": ["Dots1ForCausalLM"]} | fields).windows == (0,) * 4
 
 
 GLM_AIR = {
@@ -386,7 +409,7 @@ OLMOE = {
 }
 
 
-MSCALES = LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.0, "original_max_position_embeddings": 64}
+LONGROPE_WITH_MSCALES = LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.0, "original_max_position_embeddings": 64}
 QWEN3_NEXT = {
     "vocab_size": 151_936,
     "hidden_size": 2048,
@@ -454,21 +477,26 @@ QWEN3_5_MOE = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 
         ("Qwen3_5MoeForCausalLM", QWEN3_5_MOE, 35, 3),
     ],
 )
-def test_sizes_are_those_in_the_models_names(architecture: str, sizes: dict[str, Any], billions: int, active: int) -> None:
+def test_total_and_active_parameters_match_the_published_models(
+    architecture: str, sizes: dict[str, Any], billions: int, active: int
+) -> None:
     found = shape({"architectures": [architecture]} | sizes)
     assert found.parameters() / 1e9 == pytest.approx(billions, abs=1)
-    tables = found.vocabulary * found.hidden * (1 if found.tied else 2)  # which some who name models leave out
-    assert found.parameters(tokens=1) - tables < (active + 0.5) * 1e9 < found.parameters(tokens=1) + 1e9
+    embedding_and_output = found.vocabulary * found.hidden * (1 if found.tied else 2)  # which some model names do not count
+    assert found.parameters(tokens=1) - embedding_and_output < (active + 0.5) * 1e9 < found.parameters(tokens=1) + 1e9
 
 
-@pytest.mark.parametrize(("said", "expected"), [(131_072, 131_072), (4096, 8192), (None, 8192)])
-def test_command_r_says_elsewhere_how_far_it_goes(said: int | None, expected: int) -> None:
-    """As the hub has it: 8,192 in the usual field."""
-    assert shape(config("CohereForCausalLM", max_position_embeddings=8192, model_max_length=said)).max_positions == expected
+@pytest.mark.parametrize(("model_max_length", "expected"), [(131_072, 131_072), (4096, 8192), (None, 8192)])
+def test_command_r_context_length_comes_from_model_max_length(model_max_length: int | None, expected: int) -> None:
+    """The hub's config.json has 8,192 in max_position_embeddings."""
+    assert (
+        shape(config("CohereForCausalLM", max_position_embeddings=8192, model_max_length=model_max_length)).max_positions
+        == expected
+    )
 
 
-def test_routers_with_scores_of_their_own_are_not_rounded() -> None:
-    """What they choose by differs in the last bits of float32."""
+def test_router_with_score_correction_stays_float32_in_a_bfloat16_model() -> None:
+    """Scores with a correction may differ only in the last bits of float32."""
     folder = tiny.folder("ernie-moe")
     found = load(ShardConfig(folder=str(folder), model="m", dtype="bfloat16"), lambda stage: None).decoder.layers[1].mlp
     gate = tiny.reference("ernie-moe").model.layers[1].mlp.gate
@@ -478,33 +506,35 @@ def test_routers_with_scores_of_their_own_are_not_rounded() -> None:
     torch.testing.assert_close(found.router(torch.eye(64)), gate.weight.T, atol=1e-6, rtol=1e-6)
     x = torch.randn(20, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     _, shares, chosen = gate(x.float())
-    mine = [dict(zip(*pair, strict=True)) for pair in zip(found.route(x)[1].tolist(), found.route(x)[0].tolist(), strict=True)]
-    theirs = [dict(zip(*pair, strict=True)) for pair in zip(chosen.tolist(), shares.tolist(), strict=True)]
-    assert mine == [pytest.approx(each, rel=1e-5) for each in theirs]
+    found_weights = [
+        dict(zip(*pair, strict=True)) for pair in zip(found.route(x)[1].tolist(), found.route(x)[0].tolist(), strict=True)
+    ]
+    expected_weights = [dict(zip(*pair, strict=True)) for pair in zip(chosen.tolist(), shares.tolist(), strict=True)]
+    assert found_weights == [pytest.approx(each, rel=1e-5) for each in expected_weights]
 
 
-def test_scores_that_are_hardly_any_have_smaller_shares() -> None:
-    """LFM2's, which adds something to the sum that they are divided by."""
-    found, theirs = tiny.decoder("lfm2-moe").layers[1].mlp, tiny.reference("lfm2-moe").model.layers[1].feed_forward
+def test_lfm2_moe_expert_weights_of_tiny_scores_sum_to_less_than_1() -> None:
+    """LFM2 adds a constant to the sum by which scores are divided."""
+    found, reference = tiny.decoder("lfm2-moe").layers[1].mlp, tiny.reference("lfm2-moe").model.layers[1].feed_forward
     assert isinstance(found, MixtureOfExperts)
     with torch.inference_mode():
-        x = torch.linalg.lstsq(theirs.gate.weight, torch.full((7, 1), -12.0)).solution.T
-        _, shares, chosen = theirs.gate(x, theirs.expert_bias)
-    own, numbers = found.route(x)
-    assert (numbers.tolist(), own.sum().item()) == (chosen.tolist(), pytest.approx(shares.sum().item(), rel=1e-5))
-    assert own.sum() < 0.96
+        x = torch.linalg.lstsq(reference.gate.weight, torch.full((7, 1), -12.0)).solution.T
+        _, shares, chosen = reference.gate(x, reference.expert_bias)
+    weights, experts = found.route(x)
+    assert (experts.tolist(), weights.sum().item()) == (chosen.tolist(), pytest.approx(shares.sum().item(), rel=1e-5))
+    assert weights.sum() < 0.96
 
 
-def test_what_corrects_scores_may_be_missing(tmp_path: Path) -> None:
-    """Of A.X K1, as the hub has it; of others it must be there."""
-    for name, able in (("ax-k1", True), ("deepseek-v3", False)):
+def test_missing_score_correction_is_accepted_for_ax_k1_only(tmp_path: Path) -> None:
+    """The hub's checkpoint of A.X K1 lacks it; other models must have it."""
+    for name, optional in (("ax-k1", True), ("deepseek-v3", False)):
         folder = shutil.copytree(tiny.folder(name), tmp_path / name)
         tensors = safetensors.torch.load_file(folder / "model.safetensors")
-        left = {key: values for key, values in tensors.items() if "correction" not in key}
-        assert len(left) < len(tensors)
-        safetensors.torch.save_file(left, folder / "model.safetensors", {"format": "pt"})
+        remaining = {key: values for key, values in tensors.items() if "correction" not in key}
+        assert len(remaining) < len(tensors)
+        safetensors.torch.save_file(remaining, folder / "model.safetensors", {"format": "pt"})
         config = ShardConfig(folder=str(folder), model="m")
-        if not able:
+        if not optional:
             with pytest.raises(Unsupported, match="e_score_correction_bias"):
                 load(config, lambda stage: None)
             continue
@@ -520,19 +550,21 @@ def test_what_corrects_scores_may_be_missing(tmp_path: Path) -> None:
         assert not found.route(x)[1].sort(1).values.equal(chosen.sort(1).values)
 
 
-def test_what_laguna_says_of_all_layers_counts_for_each() -> None:
-    """As the hub has it, within rope_parameters."""
+def test_laguna_rope_field_beside_the_layer_types_applies_to_each_of_them() -> None:
+    """As in the hub's config.json, within rope_parameters."""
     ropes = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
-    scalar = {"original_max_position_embeddings": YARN["original_max_position_embeddings"]}
-    left = {name: value for name, value in YARN.items() if name not in scalar}
-    said = {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": ropes}
-    expected = shape(config("LagunaForCausalLM", **said))
+    shared_field = {"original_max_position_embeddings": YARN["original_max_position_embeddings"]}
+    without_it = {name: value for name, value in YARN.items() if name not in shared_field}
+    fields = {"layer_types": ["full_attention", "sliding_attention"], "rope_parameters": ropes}
+    expected = shape(config("LagunaForCausalLM", **fields))
     assert expected.rope.kind == "yarn"
-    assert expected == shape(config("LagunaForCausalLM", **said | {"rope_parameters": ropes | {"full_attention": left} | scalar}))
+    assert expected == shape(
+        config("LagunaForCausalLM", **fields | {"rope_parameters": ropes | {"full_attention": without_it} | shared_field})
+    )
 
 
-def test_mimo_says_in_its_own_words_what_it_is() -> None:
-    """As the hub has it. Where these are the usual ones transformers' defaults say the same."""
+def test_mimo_config_fields_of_the_hub_are_read() -> None:
+    """The published values give the same shape as transformers' defaults; other values are taken over."""
     usual = {
         "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
         "moe_layer_freq": [0, *[1] * 6],
@@ -559,46 +591,46 @@ def test_mimo_says_in_its_own_words_what_it_is() -> None:
     assert (found.rope.theta, found.local_rope.theta, found.rotary_size, found.norm_epsilon) == (100, 200, 96, 0.1)
 
 
-def test_how_far_mimo_looks_back_does_not_count_the_token_itself() -> None:
-    """In its own field."""
+def test_mimo_sliding_window_size_excludes_the_token_itself() -> None:
+    """sliding_window, transformers' field, includes it."""
     assert max(shape(config("MiMoV2FlashForCausalLM", sliding_window_size=7)).windows) == 8
     assert max(shape(config("MiMoV2FlashForCausalLM", sliding_window=7)).windows) == 7
 
 
 @pytest.mark.parametrize("name", ["mistral", "ministral3", "mistral4"])
-def test_the_text_of_a_model_with_images_and_a_head_of_its_own(name: str, tmp_path: Path) -> None:
-    """As the hub has it, where nothing says that tables are tied. The text's model_type says which family it is."""
-    own = tiny.reference(name)
-    (text := own.config.to_dict()).pop("tie_word_embeddings")
-    said = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
-    (tmp_path / "config.json").write_text(json.dumps(said))
-    tensors = {f"language_model.{name}": values.contiguous() for name, values in own.state_dict().items()}
+def test_text_of_a_mistral3_checkpoint_with_an_untied_output_matrix_is_loaded(name: str, tmp_path: Path) -> None:
+    """As on the hub, where no field says whether embeddings are tied, and the text's model_type names the family."""
+    reference = tiny.reference(name)
+    (text := reference.config.to_dict()).pop("tie_word_embeddings")
+    config_json = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    tensors = {f"language_model.{name}": values.contiguous() for name, values in reference.state_dict().items()}
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     found = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
-    same(found, tiny.decoder(name))
+    assert_same_weights(found, tiny.decoder(name))
     assert replace(found.shape, architecture="") == replace(tiny.decoder(name).shape, architecture="")
 
 
-def test_what_stands_beside_the_description_of_the_text() -> None:
-    """Of few bits, and of tables, a model with images may speak for all of it."""
+def test_fields_beside_text_config_apply_to_the_text() -> None:
+    """quantization_config and tie_word_embeddings of a model with images may stand beside text_config."""
     text = config("MistralForCausalLM")
     del text["architectures"]
-    said = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
-    few = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    found = shape(said | {"quantization_config": few, "tie_word_embeddings": True})
+    fields = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    quantization_config = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    found = shape(fields | {"quantization_config": quantization_config, "tie_word_embeddings": True})
     assert found.tied
     assert found.quantization is not None
     assert (found.quantization.kind, found.quantization.group) == ("int4", 32)
-    assert not shape(said | {"text_config": text | {"tie_word_embeddings": False}, "tie_word_embeddings": True}).tied
-    assert shape(said).quantization is None
+    assert not shape(fields | {"text_config": text | {"tie_word_embeddings": False}, "tie_word_embeddings": True}).tied
+    assert shape(fields).quantization is None
 
 
-def test_keys_that_are_cached_without_gains_have_no_calibrated_scale(tmp_path: Path) -> None:
-    """Their norms' are behind rotary: queries are multiplied by them."""
+def test_calibrated_k_scale_is_ignored_if_keys_are_cached_without_norm_gains(tmp_path: Path) -> None:
+    """Their norm comes after rotary embeddings, and its gains are multiplied into the queries."""
     scales = {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor(0.25) for layer in range(2) for name in "kv"}
-    own = tiny.reference("hunyuan")
-    (tmp_path / "config.json").write_text(own.config.to_json_string())
-    tensors = {name: values.contiguous() for name, values in own.state_dict().items()} | scales
+    reference = tiny.reference("hunyuan")
+    (tmp_path / "config.json").write_text(reference.config.to_json_string())
+    tensors = {name: values.contiguous() for name, values in reference.state_dict().items()} | scales
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     found = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder.layers[1].attention
     assert isinstance(found, HeadAttention)
@@ -607,29 +639,30 @@ def test_keys_that_are_cached_without_gains_have_no_calibrated_scale(tmp_path: P
 
 
 @pytest.mark.parametrize(("longest", "tokens"), [(0, 40), (17, 17), (16, 16), (3, 3)])
-def test_longropes_factors_go_by_the_longest_context(longest: int, tokens: int) -> None:
-    """With all of them transformers takes the long ones if this context is longer than 16 tokens; we always do."""
+def test_longrope_factors_depend_on_the_longest_possible_context(longest: int, tokens: int) -> None:
+    """transformers switches to the long factors if the current context is longer than 16 tokens; penstock uses them for all
+    contexts if the longest may be."""
     engine = load(ShardConfig(folder=str(tiny.folder("longrope")), model="m", longest=longest), lambda stage: None)
     engine.resize(8)
-    asked = prompt(1, tokens)
-    [sequence], _ = sequences(asked, 1)
+    prompt_tokens = prompt(1, tokens)
+    [sequence], _ = sequences(prompt_tokens, 1)
     engine.pool.extend(sequence.pages, tokens)
-    found = engine.decoder.logits(engine.forward([Span(sequence, 0, asked, wanted=tokens)]))
+    found = engine.decoder.logits(engine.forward([Span(sequence, 0, prompt_tokens, wanted=tokens)]))
     assert found is not None
-    close(found, tiny.expected_logits("longrope", asked))
+    assert_logits_close(found, tiny.expected_logits("longrope", prompt_tokens))
     assert engine.decoder.shape.max_positions == (longest or 64)
 
 
 @pytest.mark.parametrize("names", [("qkv_bias", "bias"), ("attention_bias", "mlp_bias")])
-def test_either_names_of_internlms_biases(names: tuple[str, str]) -> None:
+def test_internlm3_biases_are_read_by_either_field_name(names: tuple[str, str]) -> None:
     found = shape(config("InternLM3ForCausalLM", head_dim=8, **dict.fromkeys(names, True)))
-    same = config("LlamaForCausalLM", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5)
-    assert replace(found, architecture="LlamaForCausalLM") == shape(same)
+    llama = config("LlamaForCausalLM", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5)
+    assert replace(found, architecture="LlamaForCausalLM") == shape(llama)
 
 
 @pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
-def test_either_name_of_the_number_of_experts(name: str) -> None:
-    """Hub and transformers 5 differ."""
+def test_number_of_experts_is_read_by_either_field_name(name: str) -> None:
+    """The hub's configs and those of transformers 5 use different names."""
     [found, _] = shape(config("Qwen3MoeForCausalLM", **{name: 12})).mixtures
     assert found is not None
     assert found.experts == 12
@@ -644,30 +677,69 @@ def test_either_name_of_the_number_of_experts(name: str) -> None:
         ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [False, False, False, True, False, True]),
     ],
 )
-def test_layers_with_experts(more: dict[str, Any], expected: list[bool]) -> None:
+def test_moe_layers_follow_sparse_step_and_mlp_only_layers(more: dict[str, Any], expected: list[bool]) -> None:
     found = shape(config("Qwen3MoeForCausalLM", num_hidden_layers=6, **more))
     assert [mixture is not None for mixture in found.mixtures] == expected
     assert found.parameters(tokens=1) < found.parameters(tokens=2) < found.parameters()
 
 
-def test_ranks_divide_what_is_there() -> None:
-    """Features of the one MLP count only where a layer has one."""
-    odd = config("Qwen3MoeForCausalLM", intermediate_size=87, moe_intermediate_size=20, num_experts=4, num_experts_per_tok=2)
-    shape(odd).check_ranks(2)
-    shared = odd | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 35}
+def test_only_mlp_sizes_that_some_layer_uses_must_be_divisible_by_ranks() -> None:
+    """The dense MLP's intermediate size matters only if a layer has one."""
+    moe_config = config("Qwen3MoeForCausalLM", intermediate_size=87, moe_intermediate_size=20, num_experts=4, num_experts_per_tok=2)
+    shape(moe_config).check_ranks(2)
+    shared_expert_config = moe_config | {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 35}
     with pytest.raises(Unsupported, match="35 intermediate features of the shared expert can't be divided by 2"):
-        shape(shared).check_ranks(2)
+        shape(shared_expert_config).check_ranks(2)
     with pytest.raises(Unsupported, match="87 intermediate features can't be divided by 2"):
-        shape(odd | {"mlp_only_layers": [0]}).check_ranks(2)
+        shape(moe_config | {"mlp_only_layers": [0]}).check_ranks(2)
     with pytest.raises(Unsupported, match=r"21 intermediate features of an expert .* use --num-shard 1$"):
-        shape(odd | {"moe_intermediate_size": 21}).check_ranks(2)
-
-
-PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {"partial_rotary_factor": 0.25}}
+        shape(moe_config | {"moe_intermediate_size": 21}).check_ranks(2)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("architecture", "field"),
+    [("MiniMaxM2ForCausalLM", "shared_intermediate_size"), ("Qwen3MoeForCausalLM", "shared_expert_intermediate_size")],
+)
+def test_shared_expert_size_of_0_means_no_shared_experts(architecture: str, field: str) -> None:
+    """As in the config.json of MiniMax M2 and of Qwen 3 Coder 480B."""
+    assert shape(config(architecture, **{field: 0})) == shape(config(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config_class"),
+    [("Qwen3ForCausalLM", transformers.Qwen3Config), ("Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig)],
+)
+def test_missing_head_dim_is_that_of_transformers(architecture: str, config_class: Any) -> None:
+    """Qwen 3 has a fixed default; in its MoE models it follows from the number of heads."""
+    fields = {"vocab_size": 99, "hidden_size": 2048, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 32}
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**fields, num_key_value_heads=4, num_experts=8))
+    found = shape({"architectures": [architecture], "num_key_value_heads": 4} | fields)
+    assert found.head_size == model.model.layers[0].self_attn.head_dim
+
+
+def test_per_layer_lists_of_hunyuan_a13b_are_read_if_all_layers_are_alike() -> None:
+    """As in its own config.json; transformers reads the first entry only."""
+    lists = {"moe_topk": [2, 2], "moe_intermediate_size": [96, 96], "num_shared_expert": [1, 1]}
+    given = config("HunYuanMoEV1ForCausalLM", intermediate_size=96, num_hidden_layers=2, num_experts=4)
+    assert shape(given | lists) == shape(given | {"moe_topk": 2})
+    for name, value in (("moe_intermediate_size", [96, 48]), ("num_shared_expert", [1, 2])):
+        with pytest.raises(Unsupported, match=f"{name} .* is not supported"):
+            shape(given | lists | {name: value})
+
+
+@pytest.mark.parametrize(("published", "ours"), PUBLISHED.items())
+def test_architecture_names_of_the_authors_own_code_are_read(published: str, ours: str) -> None:
+    assert shape(config(published)) == shape(config(ours))
+
+
+DIFFERENT_PARTIAL_ROTARY_FACTORS = {
+    "full_attention": {"partial_rotary_factor": 0.5},
+    "sliding_attention": {"partial_rotary_factor": 0.25},
+}
+
+
+@pytest.mark.parametrize(
+    ("config_json", "message"),
     [
         (config("MixtralForCausalLM", num_local_experts=2, num_experts_per_tok=3), "num_experts_per_tok 3, of 2 experts"),
         (config("MixtralForCausalLM", num_local_experts="8"), "num_local_experts '8', an integer"),
@@ -722,8 +794,11 @@ PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": 
         (config("Phi3ForCausalLM", rope_scaling=LONGROPE | {"long_factor": 2}), "long_factor 2, a list"),
         (config("PhiForCausalLM", qk_layernorm=True), "qk_layernorm true is not supported"),
         (config("PhimoeForCausalLM", rope_scaling=YARN), "'yarn' is not supported: .* longrope"),
-        (config("PhimoeForCausalLM", rope_scaling=MSCALES | {"long_mscale": 2.0}), "short_mscale 1 and long_mscale 2"),
-        (config("PhimoeForCausalLM", rope_scaling=MSCALES), "6 factors of longrope, 4 are needed"),
+        (
+            config("PhimoeForCausalLM", rope_scaling=LONGROPE_WITH_MSCALES | {"long_mscale": 2.0}),
+            "short_mscale 1 and long_mscale 2",
+        ),
+        (config("PhimoeForCausalLM", rope_scaling=LONGROPE_WITH_MSCALES), "6 factors of longrope, 4 are needed"),
         (config("PhimoeForCausalLM", num_experts_per_tok=3), "num_experts_per_tok 3 is not supported"),
         (config("LlamaForCausalLM", rope_scaling=LONGROPE), "'longrope' is not supported"),
         (config("GraniteForCausalLM", logits_scaling=0), "logits_scaling 0, a number above 0"),
@@ -753,7 +828,7 @@ PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": 
         (config("MiMoV2FlashForCausalLM", add_full_attention_sink_bias=True), "add_full_attention_sink_bias true is not supported"),
         (config("MiMoV2FlashForCausalLM", swa_num_key_value_heads=4), "swa_num_key_value_heads 4 is not supported"),
         (config("MiMoV2FlashForCausalLM", v_head_dim=256), "v_head_dim 256 and head_dim 192"),
-        (config("MiMoV2FlashForCausalLM", rope_parameters=PARTS), "partial_rotary_factor differs"),
+        (config("MiMoV2FlashForCausalLM", rope_parameters=DIFFERENT_PARTIAL_ROTARY_FACTORS), "partial_rotary_factor differs"),
         (config("MiniCPM3ForCausalLM", rope_scaling=LONGROPE | {"original_max_position_embeddings": 8}), "6 factors of longrope"),
         (config("Lfm3ForCausalLM", layer_types=["conv", "sliding_attention"], sliding_window=None), "sliding_window null"),
         (config("Olmo3ForCausalLM", sliding_window=None), "sliding_window null, and there are layers that slide"),
@@ -764,6 +839,6 @@ PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": 
         (config("SmolLM3ForCausalLM", layer_types=["full_attention", "sliding_attention"]), "layer's window is none"),
     ],
 )
-def test_what_is_wrong_is_named(given: dict[str, Any], message: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(config_json: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
-        shape(given)
+        shape(config_json)

@@ -29,6 +29,7 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.audited_engine import POISON, AuditedEngine
 from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
 from penstock.tests.shard.driver import Driver, OverlappingEngine, Results, Traffic, drive, message
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompt
 from penstock.tests.shard.test_beams import (
     NAME,
     check_others,
@@ -39,7 +40,6 @@ from penstock.tests.shard.test_beams import (
 )
 from penstock.tests.shard.test_beams import check as check_beams
 from penstock.tests.shard.test_grammar import grammar_groups, with_masks
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 from penstock.tests.shard.test_out_of_memory import (
     PAGE_SIZE,
     LimitedMemoryEngine,
@@ -196,7 +196,7 @@ def test_overlapped_beam_searches_match_transformers(part: int, page_size: int, 
     check_beams(results, cases)
     check_others(results, beside[0].uid)
     assert ahead > 100
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def candidates_that_never_merge(group: Group) -> list[Pick | None]:
@@ -210,11 +210,11 @@ def candidates_that_never_merge(group: Group) -> list[Pick | None]:
 def test_fewer_surviving_beams_than_planned_leak_no_page() -> None:
     """As when filters leave each beam one token: one beam goes on, while there was room for two."""
     engine = tiny.engine(NAME, 4, ahead=True)
-    group = tiny.group(1, prompt(1, 10), COUNT, Sampling(temperature=1.0, top_k=1), search=Search(2, 1))
+    group = tiny.group(1, prompt(1, 10), ANSWER_LENGTH, Sampling(temperature=1.0, top_k=1), search=Search(2, 1))
     results, ahead = drive_overlapped(engine, [group], Traffic())
     assert results.failed == {}
     assert ahead > 0
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_pages_of_overlapped_beams_stay_within_their_bound(
@@ -254,7 +254,7 @@ def all_kinds_of_groups() -> list[Group]:
     ]
     for uid, kind in enumerate(kinds, len(groups)):
         sampling = kind.pop("sampling", Sampling())
-        groups.append(tiny.group(uid, prompt(uid, 9 + uid), COUNT, sampling, **kind))
+        groups.append(tiny.group(uid, prompt(uid, 9 + uid), ANSWER_LENGTH, sampling, **kind))
     return groups
 
 
@@ -269,7 +269,7 @@ def check_tokens(page_size: int, chunk: int) -> None:
     for key, logprobs in expected.logprobs.items():
         assert results.logprobs[key] == pytest.approx(logprobs, abs=1e-4)
     assert ahead > 20
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize(("page_size", "chunk"), [(1, 20), (4, 7), (16, 1 << 20)])
@@ -306,7 +306,7 @@ def test_non_finite_logits_fail_only_their_group_with_overlapped_steps(monkeypat
             key: tokens for key, tokens in expected.tokens.items() if key[0] < 9
         }
         assert ahead > 5
-        assert at_rest(engine)
+        assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -322,7 +322,7 @@ def test_out_of_memory_in_overlapped_steps_changes_no_token(seed: int, most: int
     assert results.tokens == expected.tokens
     assert engine.memory_fallback._count > 0
     assert ahead
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -334,7 +334,7 @@ def test_groups_too_large_for_memory_fail_alone_with_overlapped_steps(seed: int)
     )
     assert results.failed == dict.fromkeys(range(8), ALONE)
     assert {uid: results.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_group_without_pages_fails_before_the_next_step_is_planned(audited_engine: type[AuditedEngine]) -> None:
@@ -449,8 +449,8 @@ def test_step_times_sum_to_no_more_than_the_elapsed_time(audited_engine: type[Au
 
 def test_beams_and_drafts_in_one_batch_are_the_same_with_overlapped_steps() -> None:
     def groups() -> list[Group]:
-        beams = tiny.group(50, prompt(50, 11), COUNT, search=Search(3, 2))
-        drafts = [tiny.group(60 + i, prompt(1, 5) * 4, COUNT, replace(SEEDED, seed=i), drafts=3) for i in range(2)]
+        beams = tiny.group(50, prompt(50, 11), ANSWER_LENGTH, search=Search(3, 2))
+        drafts = [tiny.group(60 + i, prompt(1, 5) * 4, ANSWER_LENGTH, replace(SEEDED, seed=i), drafts=3) for i in range(2)]
         return [*mixed_groups(5), beams, *drafts]
 
     expected = drive(tiny.engine("llama", 16, 2000), groups(), Traffic())
@@ -459,7 +459,7 @@ def test_beams_and_drafts_in_one_batch_are_the_same_with_overlapped_steps() -> N
     assert results.tokens == expected.tokens
     assert results.scores.keys() == expected.scores.keys()
     assert ahead
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_steps_overlap_while_no_drafts_are_allowed() -> None:
@@ -495,7 +495,7 @@ def test_grammars_are_the_same_with_overlapped_steps() -> None:
     results, ahead = drive_overlapped(engine, grammar_groups(), Traffic(chunk=2, pauses=1), seed=3)
     assert (results.tokens, results.finishes, results.failed) == (expected.tokens, expected.finishes, expected.failed)
     assert ahead > 5
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_two_ranks_agree_on_overlapped_beams() -> None:
@@ -504,10 +504,10 @@ def test_two_ranks_agree_on_overlapped_beams() -> None:
     pages = most_pages(groups, 4) + 9
 
     def work(ranks: Ranks) -> tuple[Results, int, bool]:
-        engine = tiny.engine_of(NAME, ranks, 4, pages, ahead=True)
-        return *drive_overlapped(engine, groups, Traffic(16, pause=0.02), seed=6), at_rest(engine)
+        engine = tiny.rank_engine(NAME, ranks, 4, pages, ahead=True)
+        return *drive_overlapped(engine, groups, Traffic(16, pause=0.02), seed=6), all_pages_free(engine)
 
-    (results, ahead, first), (other_rank, _, second) = tiny.Threads().run(work)
+    (results, ahead, first), (other_rank, _, second) = tiny.ThreadedRanks().run(work)
     check_beams(results, cases)
     check_others(results, beside[0].uid)
     assert other_rank.tokens == results.tokens
@@ -523,11 +523,11 @@ def test_two_ranks_agree_with_overlapped_steps(masks: bool) -> None:
     expected = drive(with_masks(alone) if masks else alone, groups(), Traffic()).tokens
 
     def work(ranks: Ranks) -> tuple[Results, int]:
-        engine = tiny.engine_of(name, ranks, 4, pages_of_largest_group(groups(), 4) + 9, ahead=True)
+        engine = tiny.rank_engine(name, ranks, 4, pages_of_largest_group(groups(), 4) + 9, ahead=True)
         if masks and not ranks.rank:
             with_masks(engine)
         return drive_overlapped(engine, groups(), Traffic(9, pauses=1), seed=5)
 
-    (first, ahead), (second, _) = tiny.Threads().run(work)
+    (first, ahead), (second, _) = tiny.ThreadedRanks().run(work)
     assert first.tokens == second.tokens == expected
     assert ahead > 3

@@ -17,9 +17,9 @@ from penstock.shard.models.families import shape
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import packing, tiny
-from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_quantized import logits
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, decoder, refuses, same
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_refused, assert_same_weights, load_decoder
 
 SaveModel = Callable[[str], Path]
 # Every family whose experts are separate in the original format, or fused under other names. Their names for experts, and for the
@@ -68,17 +68,21 @@ def test_fused_experts_equal_transformers_and_the_original_format(name: str, sav
         for key in safetensors.torch.load_file(saved_fused(name) / WEIGHTS)
     )
     tokens = prompt(3, 40)
-    model = decoder(saved_fused(name))
+    model = load_decoder(saved_fused(name))
     torch.testing.assert_close(logits(model, tokens), tiny.expected_logits(name, tokens), rtol=0, atol=1e-4)
-    same(model, tiny.decoder(name))
+    assert_same_weights(model, tiny.decoder(name))
     for rank in range(2):
-        same(decoder_of_rank(saved_fused(name), Alone(rank)), decoder_of_rank(tiny.folder(name), Alone(rank)))
+        assert_same_weights(
+            decoder_of_rank(saved_fused(name), LoadingRank(rank)), decoder_of_rank(tiny.folder(name), LoadingRank(rank))
+        )
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
 def test_fused_experts_are_quantized_like_separate_ones(kind: str, saved_fused: SaveModel) -> None:
-    same(decoder(saved_fused("mixtral"), quantize=kind), decoder(tiny.folder("mixtral"), quantize=kind))
-    same(decoder_of_rank(saved_fused("mixtral"), Alone(1), kind), decoder_of_rank(tiny.folder("mixtral"), Alone(1), kind))
+    assert_same_weights(load_decoder(saved_fused("mixtral"), quantize=kind), load_decoder(tiny.folder("mixtral"), quantize=kind))
+    assert_same_weights(
+        decoder_of_rank(saved_fused("mixtral"), LoadingRank(1), kind), decoder_of_rank(tiny.folder("mixtral"), LoadingRank(1), kind)
+    )
 
 
 def changed_checkpoint(folder: Path, target: Path, **changes: Tensor) -> Path:
@@ -91,13 +95,13 @@ def changed_checkpoint(folder: Path, target: Path, **changes: Tensor) -> Path:
 
 def test_fused_tensor_with_another_number_of_experts_is_refused(saved_fused: SaveModel, tmp_path: Path) -> None:
     folder = changed_checkpoint(saved_fused("qwen3-moe"), tmp_path, **{TENSOR: torch.zeros(8, 40, 64)})
-    refuses(folder, f"tensor {TENSOR} is [8, 40, 64], config.json says [9, 40, 64]")
+    assert_refused(folder, f"tensor {TENSOR} is [8, 40, 64], config.json says [9, 40, 64]")
 
 
 @pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_blocks", "_weight_scale"])
 def test_fused_experts_with_unsupported_scales_are_refused(end: str, saved_fused: SaveModel, tmp_path: Path) -> None:
     folder = changed_checkpoint(saved_fused("qwen3-moe"), tmp_path, **{f"{TENSOR}{end}": torch.ones(9, 1, 1)})
-    refuses(folder, f"{TENSOR}{end} says that experts", "in one tensor", "save_original_format=True")
+    assert_refused(folder, f"{TENSOR}{end} says that experts", "in one tensor", "save_original_format=True")
 
 
 def fp8_checkpoints(target: Path, block: tuple[int, int], block_in_config: list[int] | None) -> tuple[Path, Path]:
@@ -107,7 +111,7 @@ def fp8_checkpoints(target: Path, block: tuple[int, int], block_in_config: list[
     format = replace(packing.FORMATS["fp8-blocks"], more={"name": "scale", "block": block})
     packed: dict[str, Tensor] = {}
     for name in [name for name in stored if ".mlp.experts." in name]:
-        found = [packing.floats(format, one) for one in stored[name]]
+        found = [packing.fp8(format, one) for one in stored[name]]
         packed[name] = torch.stack([parts["weight"] for parts, _ in found])
         packed[f"{name}_scale_inv"] = torch.stack([parts["scale"] for parts, _ in found])
         packed[f"{name}_activation_scale"] = torch.ones(len(found))
@@ -126,15 +130,15 @@ def test_fused_fp8_experts_equal_their_float32_values(
 ) -> None:
     """With one scale for each expert, as in Mistral's own checkpoint, or with scales of blocks."""
     quantized, plain = fp8_checkpoints(tmp_path, block, block_in_config)
-    same(decoder(quantized), decoder(plain))
+    assert_same_weights(load_decoder(quantized), load_decoder(plain))
     for rank in range(2):
-        same(decoder_of_rank(quantized, Alone(rank)), decoder_of_rank(plain, Alone(rank)))
+        assert_same_weights(decoder_of_rank(quantized, LoadingRank(rank)), decoder_of_rank(plain, LoadingRank(rank)))
 
 
 def test_fused_fp8_experts_with_mismatched_scales_are_refused(tmp_path: Path) -> None:
     quantized, _ = fp8_checkpoints(tmp_path, (0, 0), None)
     name = "model.layers.1.mlp.experts.down_proj_scale_inv"
-    refuses(
+    assert_refused(
         changed_checkpoint(quantized, tmp_path / "fewer", **{name: torch.ones(7, 1, 1)}), "scales [7, 1, 1]", "different models"
     )
-    refuses(changed_checkpoint(quantized, tmp_path / "more", **{name: torch.ones(8, 1, 13)}), "13 scales for 24 numbers")
+    assert_refused(changed_checkpoint(quantized, tmp_path / "more", **{name: torch.ones(8, 1, 13)}), "13 scales for 24 numbers")

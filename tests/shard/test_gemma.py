@@ -1,4 +1,5 @@
-"""What Gemma's config.json files say and leave out is what transformers takes them for; answers are in test_oracle.py."""
+"""Gemma 2 and 3: shapes and defaults from config.json against transformers' configurations, soft caps and norm gains. Logits and
+tokens: test_against_transformers.py."""
 
 import json
 from pathlib import Path
@@ -15,11 +16,11 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Traffic
-from penstock.tests.shard.test_oracle import Bench, check_greedy, close, prompt
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, check_greedy, prompt
 
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
-# As on the hub: most of what is left out is transformers' default.
-TWO_B = {
+# As on the hub; most missing fields have transformers' defaults.
+GEMMA2_2B = {
     "architectures": ["Gemma2ForCausalLM"],
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
@@ -31,7 +32,7 @@ TWO_B = {
     "num_key_value_heads": 4,
     "sliding_window": 4096,
 }
-ONE_B = GEMMA3 | {
+GEMMA3_1B = GEMMA3 | {
     "vocab_size": 262_144,
     "hidden_size": 1152,
     "intermediate_size": 6912,
@@ -45,7 +46,7 @@ ONE_B = GEMMA3 | {
     "layer_types": None,
     "sliding_window_pattern": 6,
 }
-FOUR_B = {
+GEMMA3_4B = {
     "hidden_size": 2560,
     "intermediate_size": 10240,
     "model_type": "gemma3_text",
@@ -56,12 +57,16 @@ FOUR_B = {
 
 
 @pytest.mark.parametrize(
-    ("config", "theirs"),
-    [(TWO_B, transformers.Gemma2Config), (ONE_B, transformers.Gemma3TextConfig), (FOUR_B, transformers.Gemma3TextConfig)],
+    ("config", "config_class"),
+    [
+        (GEMMA2_2B, transformers.Gemma2Config),
+        (GEMMA3_1B, transformers.Gemma3TextConfig),
+        (GEMMA3_4B, transformers.Gemma3TextConfig),
+    ],
 )
-def test_shapes_are_transformers(config: dict[str, Any], theirs: Any) -> None:
-    given = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
-    expected = theirs(**given)
+def test_shapes_equal_transformers_config(config: dict[str, Any], config_class: Any) -> None:
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "model_type")}
+    expected = config_class(**fields)
     nested = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": config}
     found = shape(config if "architectures" in config else nested)
     kinds = ["sliding_attention" if window else "full_attention" for window in found.windows]
@@ -76,46 +81,46 @@ def test_shapes_are_transformers(config: dict[str, Any], theirs: Any) -> None:
     assert (found.softcap, found.final_softcap) == (expected.attn_logit_softcapping or 0, expected.final_logit_softcapping or 0)
     assert found.attention_scale == expected.query_pre_attn_scalar**-0.5
     ropes = expected.rope_parameters
-    named = [ropes["full_attention"], ropes["sliding_attention"]] if found.local_rope else [ropes]
-    for rope, values in zip([found.rope, found.local_rope], named, strict=False):
+    expected_ropes = [ropes["full_attention"], ropes["sliding_attention"]] if found.local_rope else [ropes]
+    for rope, values in zip([found.rope, found.local_rope], expected_ropes, strict=False):
         assert rope is not None
         assert (rope.theta, rope.kind, rope.factor) == (values["rope_theta"], values["rope_type"], values.get("factor", 1))
 
 
-def test_a_local_rope_may_be_scaled_as_well() -> None:
-    """By the positions that the model has, where it says nothing of its own."""
+def test_rope_of_sliding_layers_may_be_scaled() -> None:
+    """Without original_max_position_embeddings, relative to the model's own number of positions."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}
-    found = shape(ONE_B | {"rope_parameters": {"sliding_attention": yarn}, "max_position_embeddings": 2048})
+    found = shape(GEMMA3_1B | {"rope_parameters": {"sliding_attention": yarn}, "max_position_embeddings": 2048})
     assert found.local_rope is not None
     assert (found.local_rope.kind, found.local_rope.theta, found.local_rope.original_positions) == ("yarn", 100.0, 2048)
     assert (found.rope.kind, found.rope.theta) == ("default", 1e6)
 
 
-def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
-    """Whose tensors have other names, and whose text is described by itself."""
-    own = tiny.reference("gemma3")
+def test_text_logits_of_a_checkpoint_with_an_image_encoder_equal_transformers(tmp_path: Path) -> None:
+    """Its tensors have other names, and the text has a config of its own."""
+    reference = tiny.reference("gemma3")
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
-    config = transformers.Gemma3Config(text_config=own.config.to_dict(), vision_config=vision | {"patch_size": 14})
-    both = transformers.Gemma3ForConditionalGeneration(config)
-    both.model.language_model.load_state_dict(own.model.state_dict())
-    both.save_pretrained(tmp_path)
+    config = transformers.Gemma3Config(text_config=reference.config.to_dict(), vision_config=vision | {"patch_size": 14})
+    vision_model = transformers.Gemma3ForConditionalGeneration(config)
+    vision_model.model.language_model.load_state_dict(reference.model.state_dict())
+    vision_model.save_pretrained(tmp_path)
     assert "text_config" in json.loads((tmp_path / "config.json").read_text())
-    bench = Bench("gemma3", 16)
-    bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
-    bench.engine.resize(64)
+    runner = SpanRunner("gemma3", 16)
+    runner.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
+    runner.engine.resize(64)
     tokens = prompt(3, 40)
-    sequence = bench.start(())
-    close(bench.run([Span(sequence, 0, tokens, wanted=40)]), tiny.expected_logits("gemma3", tokens))
+    sequence = runner.start(())
+    assert_logits_close(runner.run([Span(sequence, 0, tokens, wanted=40)]), tiny.expected_logits("gemma3", tokens))
 
 
-def test_rows_that_could_share_do_not_with_a_cap() -> None:
-    """Sums of a merge are not told of capped logits."""
-    asked = (prompt(1, 40),) * 3
-    check_greedy("gemma2-full", tiny.engine("gemma2-full"), asked, Traffic())
+def test_shared_prefix_attention_is_off_with_logit_softcapping() -> None:
+    """The merge of partial attention does not know of capped logits."""
+    prompts = (prompt(1, 40),) * 3
+    check_greedy("gemma2-full", tiny.engine("gemma2-full"), prompts, Traffic())
 
 
-def test_gains_are_not_rounded_with_what_they_lack() -> None:
-    """1 + 0.002 is 1 in bfloat16."""
+def test_norm_gains_are_rounded_to_bfloat16_before_1_is_added() -> None:
+    """Gains are stored as differences from 1, and 1 + 0.002 would be 1 in bfloat16."""
     folder = tiny.folder("gemma2")
     found = load(ShardConfig(folder=str(folder), model="m", dtype="bfloat16"), lambda stage: None).decoder
     stored = tiny.reference("gemma2").model.norm.weight.to(torch.bfloat16).float()
@@ -138,6 +143,6 @@ def test_gains_are_not_rounded_with_what_they_lack() -> None:
         ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 3}, "text_config 3"),
     ],
 )
-def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
-        shape(ONE_B | changed)
+        shape(GEMMA3_1B | changed)

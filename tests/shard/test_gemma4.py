@@ -1,4 +1,5 @@
-"""What Gemma 4's config.json files say and leave out is what transformers takes them for; answers are in test_oracle.py."""
+"""Gemma 4: shapes and defaults from config.json against transformers' configurations, KV caches that differ by layer, and layers
+without keys of their own. Logits and tokens: test_against_transformers.py."""
 
 import copy
 from pathlib import Path
@@ -16,9 +17,9 @@ from penstock.shard.models.traits import Keys
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Traffic, drive
-from penstock.tests.shard.test_oracle import Bench, check_pauses, close, prompt
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, check_preemption, prompt
 
-# In sizes those of the hub's; what is left out is transformers' default.
+# Sizes of a model on the hub; missing fields have transformers' defaults.
 TEXT = {
     "vocab_size": 262_144,
     "hidden_size": 5376,
@@ -35,7 +36,7 @@ TEXT = {
     "num_experts": None,
     "moe_intermediate_size": None,
 }
-ALONE = TEXT | {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
+TEXT_ONLY = TEXT | {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text"}
 WITH_IMAGES = {
     "architectures": ["Gemma4ForConditionalGeneration"],
     "model_type": "gemma4",
@@ -46,15 +47,15 @@ WITH_IMAGES = {
 EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704}
 
 
-@pytest.mark.parametrize("config", [ALONE, WITH_IMAGES, ALONE | {"per_layer_config": {}}])
-def test_shapes_are_transformers(config: dict[str, Any]) -> None:
-    said = {name: value for name, value in config.items() if name == "per_layer_config"}
-    expected, found = transformers.Gemma4TextConfig(**TEXT, **said), shape(config)
+@pytest.mark.parametrize("config", [TEXT_ONLY, WITH_IMAGES, TEXT_ONLY | {"per_layer_config": {}}])
+def test_shapes_equal_transformers_config(config: dict[str, Any]) -> None:
+    fields = {name: value for name, value in config.items() if name == "per_layer_config"}
+    expected, found = transformers.Gemma4TextConfig(**TEXT, **fields), shape(config)
     kinds = ["sliding_attention" if window else "full_attention" for window in found.windows]
     assert kinds == expected.layer_types
     for layer, window in enumerate(found.windows):
-        own, keys = expected.per_layer_config[layer], found.keys(window)
-        assert (keys.heads, keys.size) == (own.num_key_value_heads, own.head_dim)
+        layer_config, keys = expected.per_layer_config[layer], found.keys(window)
+        assert (keys.heads, keys.size) == (layer_config.num_key_value_heads, layer_config.head_dim)
         assert keys.values == (window > 0)
     assert (found.vocabulary, found.max_positions, found.tied) == (expected.vocab_size, expected.max_position_embeddings, True)
     assert (found.attention_scale, found.final_softcap) == (1.0, 30.0)
@@ -63,23 +64,34 @@ def test_shapes_are_transformers(config: dict[str, Any]) -> None:
     assert (found.local_rope.kind, found.local_rope.theta) == ("default", 1e4)
 
 
-def test_defaults_are_transformers() -> None:
-    for architecture, theirs in (
+def test_experts_that_the_unified_one_has_not() -> None:
+    """As its own config.json says."""
+    none = ("num_experts", "moe_intermediate_size")
+    text = TEXT | {"model_type": "gemma4_unified_text"}
+    told, untold = (
+        {"architectures": ["Gemma4UnifiedForConditionalGeneration"], "text_config": fields}
+        for fields in (text, {name: value for name, value in text.items() if name not in none})
+    )
+    assert shape(told) == shape(untold)
+
+
+def test_fields_missing_in_config_json_have_transformers_defaults() -> None:
+    for architecture, expected in (
         ("Gemma4ForCausalLM", transformers.Gemma4TextConfig()),
         ("Gemma4UnifiedForCausalLM", transformers.Gemma4UnifiedTextConfig()),
     ):
         found = shape({"architectures": [architecture], "hidden_size_per_layer_input": 0})
         sizes = (found.hidden, found.intermediate, found.layers, found.heads, found.kv_heads, found.head_size, found.max_positions)
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-        assert sizes == tuple(theirs.to_dict()[name] for name in (*names, "max_position_embeddings"))
-        assert max(found.windows) == theirs.sliding_window
+        assert sizes == tuple(expected.to_dict()[name] for name in (*names, "max_position_embeddings"))
+        assert max(found.windows) == expected.sliding_window
         assert found.far == Keys(heads=4, size=512)
 
 
-def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
-    found = shape(ALONE)
-    far, near = found.windows.index(0), found.windows.index(1024)
-    assert [found.slot(ranks, layer) for ranks in (1, 4) for layer in (far, near)] == [
+def test_kv_cache_size_of_a_token_depends_on_the_layer_type() -> None:
+    found = shape(TEXT_ONLY)
+    full_layer, sliding_layer = found.windows.index(0), found.windows.index(1024)
+    assert [found.slot(ranks, layer) for ranks in (1, 4) for layer in (full_layer, sliding_layer)] == [
         (2, 4, 512),
         (2, 16, 256),
         (2, 1, 512),
@@ -87,7 +99,7 @@ def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
     ]
     assert found.kv_elements(1) == 50 * 2 * 16 * 256 + 10 * 2 * 4 * 512
     assert found.fitting == [1, 2, 4, 8, 16, 32]
-    assert [found.slot(32, layer) for layer in (far, near)] == [(2, 1, 512), (2, 1, 256)]
+    assert [found.slot(32, layer) for layer in (full_layer, sliding_layer)] == [(2, 1, 512), (2, 1, 256)]
     engine = tiny.engine("gemma4", pages=3)
     assert [tuple(layer.shape) for layer in engine.cache.layers.values()] == [(64, 2, 4, 16), (64, 2, 2, 32)] * 2
     assert [len(part) for part in engine.cache.pages] == [2, 2]
@@ -95,39 +107,40 @@ def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_behind_the_last_keys_only_what_is_wanted_is_computed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any mixture of prompts and decodes, and with the same tokens; where all is wanted, all is."""
+def test_layers_without_own_keys_compute_only_rows_whose_logits_are_wanted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and log-probabilities stay the same, for mixtures of prompts and decodes. Where all logits are wanted, all rows are
+    computed."""
     counts = list[tuple[int, int]]()
     transform = Layer.transform
 
-    def counted(layer: Layer, attended: Any, stream: Any, told: Any = None) -> None:
+    def counted(layer: Layer, attended: Any, stream: Any, inputs: Any = None) -> None:
         counts.append((layer.index, len(attended[0])))
-        transform(layer, attended, stream, told)
+        transform(layer, attended, stream, inputs)
 
     groups = [tiny.group(uid, prompt(uid, 9 + 11 * uid), 6, choices=1 + uid % 2) for uid in range(4)]
-    asked = [*groups, tiny.group(9, prompt(9, 20), 3, prompt_logprobs=True)]
-    expected = tiny.engine("gemma4-e", page_size=4, pages=200)
-    expected.forward.narrows = False
-    whole = drive(expected, copy.deepcopy(asked), Traffic(7), seed=seed)
+    requests = [*groups, tiny.group(9, prompt(9, 20), 3, prompt_logprobs=True)]
+    unnarrowed_engine = tiny.engine("gemma4-e", page_size=4, pages=200)
+    unnarrowed_engine.forward.narrows = False
+    expected_result = drive(unnarrowed_engine, copy.deepcopy(requests), Traffic(7), seed=seed)
     monkeypatch.setattr(Layer, "transform", counted)
-    found = drive(tiny.engine("gemma4-e", page_size=4, pages=200), asked, Traffic(7), seed=seed)
-    assert found.tokens == whole.tokens
-    for key, logprobs in whole.logprobs.items():
+    found = drive(tiny.engine("gemma4-e", page_size=4, pages=200), requests, Traffic(7), seed=seed)
+    assert found.tokens == expected_result.tokens
+    for key, logprobs in expected_result.logprobs.items():
         assert found.logprobs[key] == pytest.approx(logprobs, abs=1e-4)
     rows = [sum(count for index, count in counts if index == layer) for layer in range(4)]
     assert rows[0] == rows[1] > 1.5 * rows[2]
     assert rows[2] == rows[3]
 
 
-def test_numbers_of_layers_may_be_padded() -> None:
-    """As transformers saves them where there are ten layers or more."""
+def test_zero_padded_layer_numbers_in_per_layer_config_are_read() -> None:
+    """transformers pads them if there are ten layers or more."""
     saved = transformers.Gemma4TextConfig(**TEXT).to_dict()
     assert "05" in saved["per_layer_config"]
-    assert shape(saved | {"architectures": ["Gemma4ForCausalLM"]}) == shape(ALONE)
+    assert shape(saved | {"architectures": ["Gemma4ForCausalLM"]}) == shape(TEXT_ONLY)
 
 
-def test_layers_without_keys_see_those_of_others() -> None:
-    """Which take no memory of their own."""
+def test_layers_that_share_keys_use_the_same_cache() -> None:
+    """They take no memory of their own."""
     engine = tiny.engine("gemma4-e", pages=3)
     layers = engine.cache.layers
     assert layers[2] is layers[0]
@@ -141,8 +154,8 @@ def test_layers_without_keys_see_those_of_others() -> None:
 
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-e", "gemma4-experts", "gemma4-values"])
 @pytest.mark.parametrize("computed", [0, 6])
-def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, computed: int) -> None:
-    check_pauses(name, 7 + computed)
+def test_preempted_requests_get_transformers_tokens(name: str, computed: int) -> None:
+    check_preemption(name, 7 + computed)
 
 
 @pytest.mark.parametrize(
@@ -182,29 +195,33 @@ def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, computed
         ({"num_experts": "4"}, "num_experts '4'"),
     ],
 )
-def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
-        shape(ALONE | changed)
+        shape(TEXT_ONLY | changed)
 
 
 @pytest.mark.parametrize(
-    ("name", "described", "made"),
+    ("name", "config_class", "model_class"),
     [
         ("gemma4", transformers.Gemma4Config, transformers.Gemma4ForConditionalGeneration),
         ("gemma4-unified", transformers.Gemma4UnifiedConfig, transformers.Gemma4UnifiedForConditionalGeneration),
     ],
 )
-def test_the_text_of_a_model_with_images(name: str, described: Any, made: Any, tmp_path: Path) -> None:
-    """Whose tensors have other names, and whose text is described by itself."""
-    own = tiny.reference(name)
+def test_text_logits_of_a_checkpoint_with_an_image_encoder_equal_transformers(
+    name: str, config_class: Any, model_class: Any, tmp_path: Path
+) -> None:
+    """Its tensors have other names, and the text has a config of its own."""
+    reference = tiny.reference(name)
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8}
     vision = {"vision_config": small | {"num_key_value_heads": 2}} if name == "gemma4" else {}
-    both = made(described(text_config=own.config.to_dict(), tie_word_embeddings=own.config.tie_word_embeddings, **vision))
-    both.model.language_model.load_state_dict(own.model.state_dict())
-    both.lm_head.load_state_dict(own.lm_head.state_dict())
-    both.save_pretrained(tmp_path)
-    bench = Bench(name, 16)
-    bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
-    bench.engine.resize(64)
+    vision_model = model_class(
+        config_class(text_config=reference.config.to_dict(), tie_word_embeddings=reference.config.tie_word_embeddings, **vision)
+    )
+    vision_model.model.language_model.load_state_dict(reference.model.state_dict())
+    vision_model.lm_head.load_state_dict(reference.lm_head.state_dict())
+    vision_model.save_pretrained(tmp_path)
+    runner = SpanRunner(name, 16)
+    runner.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
+    runner.engine.resize(64)
     tokens = prompt(3, 40)
-    close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))
+    assert_logits_close(runner.run([Span(runner.start(()), 0, tokens, wanted=40)]), tiny.expected_logits(name, tokens))

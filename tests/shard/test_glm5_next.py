@@ -1,4 +1,5 @@
-"""GLM 5 Next: what config.json says of it, and what its parts ask of pages and drafts. What it computes: test_oracle.py."""
+"""GLM 5 Next: its shape from config.json against transformers, limits on page sizes and draft tokens, and tensor names. Logits and
+tokens: test_against_transformers.py."""
 
 import shutil
 from pathlib import Path
@@ -17,9 +18,9 @@ from penstock.shard.models.recurrent_shapes import KimiDeltaShape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.models.traits import HyperConnections, Index, Latent
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
+from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
-NEEDED = {
+REQUIRED_SIZES = {
     "vocab_size": 154_880,
     "hidden_size": 4096,
     "intermediate_size": 12_288,
@@ -27,25 +28,25 @@ NEEDED = {
     "num_attention_heads": 64,
     "num_key_value_heads": 64,
 }
-SAID = {"architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next"}
-INNER = {"head_dim": 64, "num_heads": 32, "short_conv_kernel_size": 3}
+ARCHITECTURE = {"architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next"}
+LINEAR_ATTENTION_FIELDS = {"head_dim": 64, "num_heads": 32, "short_conv_kernel_size": 3}
 
 
-def made(**text: Any) -> Shape:
-    return shape(SAID | {"text_config": NEEDED | text})
+def shape_of(**text: Any) -> Shape:
+    return shape(ARCHITECTURE | {"text_config": REQUIRED_SIZES | text})
 
 
-def test_it_is_transformers() -> None:
-    """Its sizes, and what is left out: 313 billion parameters, 17 of them for a token; also where the text stands by itself."""
-    found, theirs = made(), transformers.Glm5NextConfig(text_config=NEEDED)
+def test_shape_and_parameters_equal_transformers() -> None:
+    """Also defaults of missing fields, and a config without text_config. 313 billion parameters, 17 of them active for a token."""
+    found, config = shape_of(), transformers.Glm5NextConfig(text_config=REQUIRED_SIZES)
     with torch.device("meta"):
-        model = transformers.Glm5NextForConditionalGeneration(theirs)
-    own = [values for key, values in model.named_parameters() if "visual." not in key]
+        model = transformers.Glm5NextForConditionalGeneration(config)
+    text_parameters = [values for key, values in model.named_parameters() if "visual." not in key]
     corrections = [values for key, values in model.named_buffers() if "correction" in key]
-    assert found.parameters() == sum(values.numel() for values in (*own, *corrections))
+    assert found.parameters() == sum(values.numel() for values in (*text_parameters, *corrections))
     assert (round(found.parameters() / 1e9), round(found.parameters(tokens=1) / 1e9)) == (313, 17)
-    assert found == shape(theirs.to_dict() | SAID) == shape(NEEDED | SAID)
-    attending = [layer for layer, kind in enumerate(theirs.text_config.layer_types) if kind == "indexed_attention"]
+    assert found == shape(config.to_dict() | ARCHITECTURE) == shape(REQUIRED_SIZES | ARCHITECTURE)
+    attending = [layer for layer, kind in enumerate(config.text_config.layer_types) if kind == "indexed_attention"]
     assert found.indexing == found.keyed == attending
     assert [found.slot(ranks, 3) for ranks in (1, 8)] == [(1, 1, 512 + 2 * 128)] * 2
     index = Index(heads=32, size=128, most=2048, pool=16)
@@ -61,19 +62,19 @@ def test_it_is_transformers() -> None:
         {},
         {"linear_lower_bound": None},
         {"linear_lower_bound": -2.0},
-        {"linear_attn_config": INNER},
-        {"linear_attn_config": INNER | {"gate_lower_bound": -3.0}, "linear_lower_bound": None},
-        {"linear_attn_config": INNER, "linear_lower_bound": None},
-        {"linear_attn_config": INNER | {"safe_gate": False}, "linear_lower_bound": None},
+        {"linear_attn_config": LINEAR_ATTENTION_FIELDS},
+        {"linear_attn_config": LINEAR_ATTENTION_FIELDS | {"gate_lower_bound": -3.0}, "linear_lower_bound": None},
+        {"linear_attn_config": LINEAR_ATTENTION_FIELDS, "linear_lower_bound": None},
+        {"linear_attn_config": LINEAR_ATTENTION_FIELDS | {"safe_gate": False}, "linear_lower_bound": None},
     ],
 )
-def test_linear_attention_is_transformers(more: dict[str, Any]) -> None:
-    """By fields of its own, or by those of an object."""
-    theirs = transformers.Glm5NextTextConfig(**NEEDED | more)
-    found = made(**more).recurrent
+def test_linear_attention_shape_equals_transformers(more: dict[str, Any]) -> None:
+    """From fields at the top of config.json, or from those of linear_attn_config."""
+    expected = transformers.Glm5NextTextConfig(**REQUIRED_SIZES | more)
+    found = shape_of(**more).recurrent
     assert isinstance(found, KimiDeltaShape)
-    assert (found.value_heads, found.value_size) == (theirs.linear_num_heads, theirs.linear_head_dim)
-    assert (found.width, found.bound) == (theirs.linear_conv_kernel_dim, theirs.linear_lower_bound or 0)
+    assert (found.value_heads, found.value_size) == (expected.linear_num_heads, expected.linear_head_dim)
+    assert (found.width, found.bound) == (expected.linear_conv_kernel_dim, expected.linear_lower_bound or 0)
 
 
 @pytest.mark.parametrize(
@@ -84,12 +85,12 @@ def test_linear_attention_is_transformers(more: dict[str, Any]) -> None:
         {"layer_types": ["linear_attention", *["indexed_attention"] * 3], "indexer_types": ["shared", "full", "shared", "full"]},
     ],
 )
-def test_layers_without_an_index_are_transformers(more: dict[str, Any]) -> None:
-    """Of those that attend: the first has its own, whatever is said of others."""
-    given = NEEDED | {"num_hidden_layers": 4} | more
-    theirs = transformers.Glm5NextTextConfig(**given)
-    found = shape(SAID | {"text_config": given})
-    kinds = zip(theirs.layer_types, theirs.indexer_types, strict=True)
+def test_layers_that_share_an_indexer_are_those_of_transformers(more: dict[str, Any]) -> None:
+    """Among layers with attention the first has an indexer of its own, whatever the pattern says of other layers."""
+    fields = REQUIRED_SIZES | {"num_hidden_layers": 4} | more
+    expected = transformers.Glm5NextTextConfig(**fields)
+    found = shape(ARCHITECTURE | {"text_config": fields})
+    kinds = zip(expected.layer_types, expected.indexer_types, strict=True)
     assert found.indexing == [layer for layer, kind in enumerate(kinds) if kind == ("indexed_attention", "full")]
     assert found.index is not None
     assert found.index.borrowing == frozenset(found.attending) - frozenset(found.indexing)
@@ -120,43 +121,43 @@ def test_layers_without_an_index_are_transformers(more: dict[str, Any]) -> None:
         ({"model_type": "glm6_next_text"}, "model_type 'glm6_next_text'"),
     ],
 )
-def test_what_is_refused(field: dict[str, Any], words: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(field: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported, match=words):
-        made(**field)
+        shape_of(**field)
 
 
-def test_pages_hold_whole_pools() -> None:
-    found = made(index_kpool=32)
+def test_page_sizes_that_do_not_hold_whole_indexer_pools_are_refused() -> None:
+    found = shape_of(index_kpool=32)
     found.check_pages(64)
     with pytest.raises(Unsupported, match=r"pages of 16 tokens don't hold whole pools of 32, .*--page-size 32"):
         found.check_pages(16)
-    made(index_kpool=1).check_pages(5)
+    shape_of(index_kpool=1).check_pages(5)
 
 
-def test_drafts_follow_each_other() -> None:
-    """Also where no layer remembers: a tree's nodes don't stand by their positions."""
-    found = made(layer_types=["indexed_attention"] * 45)
+def test_only_chains_of_draft_tokens_are_supported() -> None:
+    """Also without recurrent layers: nodes of a tree are not in the order of their positions, which pools need."""
+    found = shape_of(layer_types=["indexed_attention"] * 45)
     assert found.recurrent is None
     check_speculation(found, Speculation(draft="x", widths=(1, 1)))
     with pytest.raises(Unsupported, match="where blocks, pools or entries of tokens are chosen, drafts must be a chain"):
         check_speculation(found, Speculation(draft="x", widths=(2, 1)))
     with pytest.raises(Unsupported, match="an index chooses blocks of tokens there"):
-        draft_shape(SAID | {"text_config": NEEDED | {"layer_types": ["indexed_attention"] * 45}}, found)
+        draft_shape(ARCHITECTURE | {"text_config": REQUIRED_SIZES | {"layer_types": ["indexed_attention"] * 45}}, found)
 
 
-def test_tensors_by_transformers_names(tmp_path: Path) -> None:
-    """Of what mixes streams: checkpoints have the hub's."""
+def test_hyper_connection_tensors_with_transformers_names_are_read(tmp_path: Path) -> None:
+    """Other checkpoints have the hub's names."""
     stored = safetensors.torch.load_file(tiny.folder("glm-5-next") / WEIGHTS)
     assert any("hc_attn_fn" in name for name in stored)
     stored = {name.replace("hc_attn_", "attn_hc.").replace("hc_ffn_", "ffn_hc."): values for name, values in stored.items()}
     folder = Path(shutil.copytree(tiny.folder("glm-5-next"), tmp_path / "other"))
     safetensors.torch.save_file(stored, folder / WEIGHTS)
-    same(decoder(folder), tiny.decoder("glm-5-next"))
+    assert_same_weights(load_decoder(folder), tiny.decoder("glm-5-next"))
 
 
-def test_the_estimate_reads_a_key_of_each_pool() -> None:
-    """And neither gates nor other keys: latents of 2,048 tokens, and 128 numbers of each 16."""
-    found = made()
+def test_roofline_counts_selected_tokens_and_a_key_of_each_pool() -> None:
+    """Latents of 2,048 tokens and 128 numbers of each pool of 16 tokens, but no gates and no other keys."""
+    found = shape_of()
     group = roofline.Group(shape=found, ranks=1, nodes=1, item=2, token_bytes=found.kv_elements(1) * 2)
     layers = len(found.indexing)
     assert roofline.context_bytes(group, 100_000) == 2 * layers * (2048 * 512 + 100_000 * 128 // 16)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from penstock.shard import masks as shard_masks
 from penstock.shard.decoding import grammar as module
 from penstock.shard.decoding.background import Background
 from penstock.shard.decoding.grammar import Grammars, GrammarState, Unusable, bit
@@ -335,7 +336,7 @@ def test_rank_without_masks_keeps_the_same_bookkeeping(traffic: Traffic) -> None
     """Rank 0 tells the others which groups end, fail or wait because of their grammars."""
 
     def work(ranks: Ranks) -> tuple[Any, ...]:
-        engine = tiny.engine_of("demo", ranks)
+        engine = tiny.rank_engine("demo", ranks)
         if not ranks.rank:
             with_masks(engine)
         results = drive(engine, grammar_groups(), traffic)
@@ -343,7 +344,7 @@ def test_rank_without_masks_keeps_the_same_bookkeeping(traffic: Traffic) -> None
         assert engine.pool.free == engine.pool.pages
         return results.tokens, results.finishes, list(results.failed)
 
-    first, second = tiny.Threads().run(work)
+    first, second = tiny.ThreadedRanks().run(work)
     assert first == second
     found, finishes, failed = first
     assert failed == [4]
@@ -413,7 +414,7 @@ def test_ranks_cache_the_same_prefixes_after_a_grammar_without_continuation() ->
     no_continuation = llguidance.LLMatcher.grammar_from_lark('start: /[ab]{4}/ x\nx: x "b"')
 
     def work(ranks: Ranks) -> tuple[Any, ...]:
-        engine = tiny.engine_of("demo", ranks)
+        engine = tiny.rank_engine("demo", ranks)
         engine.resize(64)
         if not ranks.rank:
             with_masks(engine)
@@ -437,7 +438,7 @@ def test_ranks_cache_the_same_prefixes_after_a_grammar_without_continuation() ->
         assert engine.books.prefixes is not None
         return found, request(4, full), sorted(engine.books.prefixes._nodes), engine.pool._unused
 
-    first, second = tiny.Threads().run(work)
+    first, second = tiny.ThreadedRanks().run(work)
     assert first == second
 
 
@@ -583,7 +584,7 @@ def test_group_failing_by_its_grammar_leaves_its_prefix_in_the_cache(why: str, t
     prefix = list(range(100, 140))
 
     def work(ranks: Ranks) -> tuple[int, list[int]]:
-        engine = tiny.engine_of("demo", ranks, 4, 200)
+        engine = tiny.rank_engine("demo", ranks, 4, 200)
         if not ranks.rank:
             with_masks(engine)._stops = StopStrings(Grammars(tmp_path, VOCABULARY))  # there is no tokenizer
         engine.prefill(1, [tiny.group(1, [*prefix, 150], 90)], [(1, 99)], 99, [])
@@ -598,7 +599,7 @@ def test_group_failing_by_its_grammar_leaves_its_prefix_in_the_cache(why: str, t
         assert engine.books.prefixes is not None
         return found, sorted(engine.books.prefixes._nodes)
 
-    both = tiny.Threads().run(work) if two_ranks else [work(Ranks(0, 1, tiny.CPU))]
+    both = tiny.ThreadedRanks().run(work) if two_ranks else [work(Ranks(0, 1, tiny.CPU))]
     assert both[0] == both[-1]
     assert both[0][0] == len(prefix)
 
@@ -612,3 +613,27 @@ def test_non_finite_logits_take_precedence_over_a_failing_grammar(monkeypatch: p
     assert outcome.failed == [(1, NOT_FINITE)]
     assert engine.books.prefixes is not None
     assert not engine.books.prefixes._nodes
+
+
+def test_step_without_other_work_waits_only_a_moment_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request that comes next is computed while the first one's grammar is still being compiled."""
+    monkeypatch.setattr(shard_masks, "PATIENCE", 0.05)
+    compiled = Event()
+
+    class Slow(Grammars):
+        def _state(self, grammar: str) -> GrammarState:
+            assert compiled.wait(60)
+            return super()._state(grammar)
+
+    engine = tiny.engine("demo")
+    engine._masks = Masks(Slow(DEMO, VOCABULARY), VOCABULARY)
+    try:
+        outcome = engine.prefill(1, [tiny.group(1, [1, 2, 3], 9, grammar=regex("a"), end_ids=[END])], [(1, 3)], 99, [])
+        assert not outcome.emitted
+        outcome = engine.prefill(1, [tiny.group(2, [1, 2, 3], 9)], [(1, 3), (2, 3)], 99, [])
+        assert [uid for uid, _ in outcome.emitted] == [2]
+    finally:
+        compiled.set()
+    monkeypatch.setattr(shard_masks, "PATIENCE", 60)
+    engine.filter([2])
+    assert [uid for uid, _ in engine.prefill(1, [], [(1, 3)], 99, []).emitted] == [1]

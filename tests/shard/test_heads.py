@@ -25,9 +25,9 @@ from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import lora, packing, tiny
 from penstock.tests.shard.test_adapters import transformers_model
-from penstock.tests.shard.test_oracle import close, prompt
-from penstock.tests.shard.test_quantized import made
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
+from penstock.tests.shard.test_against_transformers import assert_logits_close, prompt
+from penstock.tests.shard.test_quantized import build_decoder
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_same_weights
 
 # With biases, fused matrices, norms over all heads, gates, sinks, permuted rotary features, heads of another size in some layers.
 FAMILIES = [
@@ -88,17 +88,17 @@ def logits(folder: Path, size: int, adapter: Path | None = None) -> Tensor:
             sequence.computed = stop
         return found
 
-    return torch.cat([part for part in tiny.Threads(size).run(work)[0] if part is not None])
+    return torch.cat([part for part in tiny.ThreadedRanks(size).run(work)[0] if part is not None])
 
 
 @pytest.mark.parametrize(("name", "ranks"), FAMILIES)
 def test_logits_equal_transformers_with_repeated_key_heads(name: str, ranks: int) -> None:
-    close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
+    assert_logits_close(logits(tiny.folder(name), ranks), tiny.expected_logits(name, TOKENS))
 
 
 def test_per_layer_embedding_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "FEATURES", 10_000)  # not a divisor of its rows
-    close(logits(tiny.folder("gemma4-e"), 2), tiny.expected_logits("gemma4-e", TOKENS))
+    assert_logits_close(logits(tiny.folder("gemma4-e"), 2), tiny.expected_logits("gemma4-e", TOKENS))
 
 
 def test_adapters_with_repeated_key_heads_match_merged_models(tmp_path: Path) -> None:
@@ -116,12 +116,12 @@ def test_adapters_with_repeated_key_heads_match_merged_models(tmp_path: Path) ->
 def test_quantized_weights_with_repeated_key_heads_equal_unquantized_ones(form: str, tmp_path: Path) -> None:
     quantized, plain = packing.checkpoints("two-keys-qwen2", form, tmp_path)
     for rank in range(4):
-        same(made(quantized, Alone(rank, 4)), made(plain, Alone(rank, 4)))
+        assert_same_weights(build_decoder(quantized, LoadingRank(rank, 4)), build_decoder(plain, LoadingRank(rank, 4)))
 
 
 @pytest.mark.parametrize(("name", "ranks"), FAMILIES)
 def test_planned_weight_bytes_match_each_rank(name: str, ranks: int) -> None:
-    model = made(tiny.folder(name), Alone(0, ranks))
+    model = build_decoder(tiny.folder(name), LoadingRank(0, ranks))
     assert model.shape.weight_bytes(ranks, 4, "cpu", "float32", not model.head.shared) == model.weight_bytes
 
 
@@ -132,7 +132,7 @@ def test_kv_cache_scales_follow_the_repeated_heads(tmp_path: Path) -> None:
         stored |= {f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor([1.0, 2.0]) + layer for name in "kv"}
     safetensors.torch.save_file(stored, folder / WEIGHTS)
     for rank, expected in enumerate((1.0, 1.0, 2.0, 2.0)):
-        found = [layer.attention.scales for layer in made(folder, Alone(rank, 4)).layers]
+        found = [layer.attention.scales for layer in build_decoder(folder, LoadingRank(rank, 4)).layers]
         assert all(own is not None and own.equal(torch.full((2, 1), expected + i)) for i, own in enumerate(found))
 
 

@@ -1,4 +1,4 @@
-"""What is kept of images."""
+"""The cache of encoded images: hits, eviction of the least recently used, and size limit."""
 
 import torch
 from torch import Tensor
@@ -7,31 +7,39 @@ from penstock.shard.image_cache import ImageCache
 from penstock.shard.pictures import PromptImage
 
 
-def picture(key: object, tokens: int = 4) -> PromptImage:
+def image_with_key(key: object, tokens: int = 4) -> PromptImage:
     return PromptImage(0, 1, tokens, tokens, torch.empty(0), key)  # type: ignore[arg-type]
 
 
-def encoded(cache: ImageCache, *asked: PromptImage) -> list[object]:
-    """Those that had to be."""
-    found = list[object]()
+def encoded_keys(cache: ImageCache, *requested: PromptImage) -> list[object]:
+    """Requests these images from the cache in turn; returns the keys of those that had to be encoded."""
+    keys = list[object]()
 
-    def encode(one: PromptImage) -> Tensor:
-        found.append(one.key)
-        return torch.full((one.tokens, 1, 2), float(len(found)))
+    def encode(image: PromptImage) -> Tensor:
+        keys.append(image.key)
+        return torch.full((image.tokens, 1, 2), float(len(keys)))
 
-    for one in asked:
-        assert cache.of(one, encode).shape == (one.tokens, 1, 2)
-    return found
+    for image in requested:
+        assert cache.of(image, encode).shape == (image.tokens, 1, 2)
+    return keys
 
 
-def test_the_same_image_is_kept() -> None:
+def test_cached_images_are_not_encoded_again() -> None:
     cache = ImageCache(10)
-    assert encoded(cache, picture("a"), picture("b"), picture("a"), picture("b")) == ["a", "b"]
+    assert encoded_keys(cache, image_with_key("a"), image_with_key("b"), image_with_key("a"), image_with_key("b")) == ["a", "b"]
 
 
-def test_the_one_that_nobody_asked_for_longest_goes() -> None:
+def test_least_recently_used_image_is_evicted() -> None:
     cache = ImageCache(10)
-    assert encoded(cache, picture("a"), picture("b"), picture("a"), picture("c"), picture("a"), picture("b")) == [
+    assert encoded_keys(
+        cache,
+        image_with_key("a"),
+        image_with_key("b"),
+        image_with_key("a"),
+        image_with_key("c"),
+        image_with_key("a"),
+        image_with_key("b"),
+    ) == [
         "a",
         "b",
         "c",
@@ -39,9 +47,11 @@ def test_the_one_that_nobody_asked_for_longest_goes() -> None:
     ]
 
 
-def test_one_that_is_too_large_is_kept_alone() -> None:
+def test_image_larger_than_the_cache_is_kept_as_its_only_entry() -> None:
     cache = ImageCache(10)
-    assert encoded(cache, picture("a"), picture("b", 12), picture("b", 12), picture("a"), picture("b", 12)) == [
+    assert encoded_keys(
+        cache, image_with_key("a"), image_with_key("b", 12), image_with_key("b", 12), image_with_key("a"), image_with_key("b", 12)
+    ) == [
         "a",
         "b",
         "a",
@@ -49,11 +59,11 @@ def test_one_that_is_too_large_is_kept_alone() -> None:
     ]
 
 
-def test_a_large_one_takes_the_places_of_several() -> None:
-    a, b, c, large = picture("a"), picture("b"), picture("c"), picture("large", 8)
-    assert encoded(ImageCache(12), a, b, c, large, c, large, b) == ["a", "b", "c", "large", "b"]
+def test_large_image_evicts_several_smaller_ones() -> None:
+    a, b, c, large = image_with_key("a"), image_with_key("b"), image_with_key("c"), image_with_key("large", 8)
+    assert encoded_keys(ImageCache(12), a, b, c, large, c, large, b) == ["a", "b", "c", "large", "b"]
 
 
-def test_what_nobody_knows_is_not_kept() -> None:
+def test_images_without_a_key_are_not_cached() -> None:
     cache = ImageCache(10)
-    assert encoded(cache, picture(None), picture(None)) == [None, None]
+    assert encoded_keys(cache, image_with_key(None), image_with_key(None)) == [None, None]

@@ -23,7 +23,7 @@ from penstock.shard.models.shape import Unsupported
 from penstock.shard.sequence import Group, Sampling
 from penstock.tests.shard import test_speculation, tiny
 from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
-from penstock.tests.shard.test_oracle import at_rest
+from penstock.tests.shard.test_against_transformers import all_pages_free
 from penstock.tests.shard.test_sharing import pages_of_largest_group, prompts_with_common_prefixes
 
 COUNT = 12
@@ -115,7 +115,7 @@ def test_mixed_batch_in_a_tiny_pool_equals_each_request_alone(page_size: int, ch
     assert results.pauses.total() > 5
     assert results.cached > 50
     assert results.mixed > 5
-    assert at_rest(tested)
+    assert all_pages_free(tested)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [*zip(FAMILIES[1:], itertools.cycle(("bfloat16", "float32")), strict=False)])

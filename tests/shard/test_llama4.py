@@ -1,5 +1,6 @@
-"""Llama 4: what its config.json files say is what transformers takes them for, and layers that see chunks of positions get along
-with all that requests may ask for. What tiny models of other shapes answer is in test_oracle.py."""
+"""Llama 4: shapes and defaults from config.json against transformers' configurations; chunked attention, which restricts layers to
+chunks of positions, with random models, preemption, draft trees and beam search, against transformers' logits and tokens. Other
+tests of tiny models are in test_against_transformers.py."""
 
 import copy
 import itertools
@@ -33,14 +34,14 @@ from penstock.shard.speculator import Speculator
 from penstock.shard.step import Span
 from penstock.shard.weights import Weights
 from penstock.tests.shard import configurations, tiny
-from penstock.tests.shard.configurations import CHUNK
+from penstock.tests.shard.configurations import ATTENTION_CHUNK
 from penstock.tests.shard.driver import Results, Traffic, drive
+from penstock.tests.shard.test_against_transformers import SpanRunner, all_pages_free, assert_logits_close, check_greedy, prompt
 from penstock.tests.shard.test_drafter import with_free_drafts
-from penstock.tests.shard.test_oracle import Bench, at_rest, check_greedy, close, prompt
-from penstock.tests.shard.test_quantized import made
-from penstock.tests.shard.test_weights import Alone, change, same
+from penstock.tests.shard.test_quantized import build_decoder
+from penstock.tests.shard.test_weights import LoadingRank, assert_same_weights, change_config
 
-# As on the hub, but for what doesn't matter here.
+# The hub's config.json, without fields that don't matter here.
 SCOUT = {
     "architectures": ["Llama4ForConditionalGeneration"],
     "model_type": "llama4",
@@ -85,16 +86,16 @@ MAVERICK = SCOUT | {
         "use_qk_norm": False,
     }
 }
-ALONE = {"architectures": ["Llama4ForCausalLM"], "vocab_size": 100, "num_hidden_layers": 4}
+TEXT_ONLY = {"architectures": ["Llama4ForCausalLM"], "vocab_size": 100, "num_hidden_layers": 4}
 
 
-def test_the_hubs_models_have_their_sizes() -> None:
+def test_shapes_and_parameters_of_scout_and_maverick() -> None:
     scout, maverick = shape(SCOUT), shape(MAVERICK)
-    assert (round(scout.parameters() / 1e9), round(maverick.parameters() / 1e9)) == (108, 401)  # without what encodes images
+    assert (round(scout.parameters() / 1e9), round(maverick.parameters() / 1e9)) == (108, 401)  # without the image encoder
     assert all(round(found.parameters(tokens=1) / 1e9) == 17 for found in (scout, maverick))
-    still = {layer for layer in range(48) if layer % 4 == 3}
+    layers_without_rope = {layer for layer in range(48) if layer % 4 == 3}
     for found in (scout, maverick):
-        assert (found.unturned, found.nope_query_scale) == (still, TemperatureTuning(strength=0.1, positions=8192))
+        assert (found.unturned, found.nope_query_scale) == (layers_without_rope, TemperatureTuning(strength=0.1, positions=8192))
         assert found.windows == (8192, 8192, 8192, 0) * 12
         assert found.turned_positions == found.chunk == 8192
     assert (scout.turned_norm, maverick.turned_norm) == (True, False)
@@ -115,24 +116,24 @@ def test_the_hubs_models_have_their_sizes() -> None:
         {"attn_temperature_tuning": False, "use_qk_norm": False, "attention_bias": True, "floor_scale": 7, "attn_scale": 2.0},
     ],
 )
-def test_what_is_left_out_is_transformers_default(more: dict[str, Any]) -> None:
-    said = {"num_hidden_layers": 6, **more}
-    theirs, found = transformers.Llama4TextConfig(**said), shape({"architectures": ["Llama4ForCausalLM"]} | said)
-    assert ["chunked_attention" if window else "full_attention" for window in found.windows] == theirs.layer_types
-    assert found.chunk == (theirs.attention_chunk_size or 0)
-    assert [layer for layer, turns in enumerate(theirs.no_rope_layers) if not turns] == sorted(found.unturned)
-    assert [layer for layer, mixture in enumerate(found.mixtures) if mixture] == theirs.moe_layers
+def test_fields_missing_in_config_json_have_transformers_defaults(more: dict[str, Any]) -> None:
+    fields = {"num_hidden_layers": 6, **more}
+    expected, found = transformers.Llama4TextConfig(**fields), shape({"architectures": ["Llama4ForCausalLM"]} | fields)
+    assert ["chunked_attention" if window else "full_attention" for window in found.windows] == expected.layer_types
+    assert found.chunk == (expected.attention_chunk_size or 0)
+    assert [layer for layer, has_rope in enumerate(expected.no_rope_layers) if not has_rope] == sorted(found.unturned)
+    assert [layer for layer, mixture in enumerate(found.mixtures) if mixture] == expected.moe_layers
     for mixture in filter(None, found.mixtures):
-        assert (mixture.experts, mixture.chosen) == (theirs.num_local_experts, theirs.num_experts_per_tok)
-        assert mixture.size == mixture.shared == theirs.intermediate_size
-    query_scale = TemperatureTuning(strength=theirs.attn_scale, positions=theirs.floor_scale)
-    assert found.nope_query_scale == (query_scale if theirs.attn_temperature_tuning else None)
-    assert (found.intermediate, found.turned_norm) == (theirs.intermediate_size_mlp, theirs.use_qk_norm)
-    assert (found.qkv_bias, found.output_bias) == (theirs.attention_bias,) * 2
-    assert (found.vocabulary, found.hidden, found.head_size) == (theirs.vocab_size, theirs.hidden_size, theirs.head_dim)
-    assert (found.heads, found.kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert (found.norm_epsilon, found.max_positions) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
-    assert found.rope.theta == theirs.rope_parameters["rope_theta"]
+        assert (mixture.experts, mixture.chosen) == (expected.num_local_experts, expected.num_experts_per_tok)
+        assert mixture.size == mixture.shared == expected.intermediate_size
+    query_scale = TemperatureTuning(strength=expected.attn_scale, positions=expected.floor_scale)
+    assert found.nope_query_scale == (query_scale if expected.attn_temperature_tuning else None)
+    assert (found.intermediate, found.turned_norm) == (expected.intermediate_size_mlp, expected.use_qk_norm)
+    assert (found.qkv_bias, found.output_bias) == (expected.attention_bias,) * 2
+    assert (found.vocabulary, found.hidden, found.head_size) == (expected.vocab_size, expected.hidden_size, expected.head_dim)
+    assert (found.heads, found.kv_heads) == (expected.num_attention_heads, expected.num_key_value_heads)
+    assert (found.norm_epsilon, found.max_positions) == (expected.rms_norm_eps, expected.max_position_embeddings)
+    assert found.rope.theta == expected.rope_parameters["rope_theta"]
 
 
 @pytest.mark.parametrize(
@@ -159,76 +160,76 @@ def test_what_is_left_out_is_transformers_default(more: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
-        shape(ALONE | changed)
+        shape(TEXT_ONLY | changed)
 
 
-def test_pages_end_where_chunks_do() -> None:
-    found = shape(ALONE | {"attention_chunk_size": 24})
+def test_page_sizes_that_do_not_divide_the_attention_chunk_are_refused() -> None:
+    found = shape(TEXT_ONLY | {"attention_chunk_size": 24})
     for size in (1, 4, 8, 24):
         found.check_pages(size)
     with pytest.raises(Unsupported, match=r"^pages of 16 tokens don't divide the 24 positions .*: use --page-size 8$"):
         found.check_pages(16)
-    shape(ALONE | {"attention_chunk_size": None}).check_pages(7)
+    shape(TEXT_ONLY | {"attention_chunk_size": None}).check_pages(7)
     config = ShardConfig(folder=str(tiny.folder("llama4")), model="m", page_size=32)
     with pytest.raises(Unsupported, match="use --page-size 16"):
         load(config, lambda stage: None)
-    assert load(ShardConfig(**vars_of(config) | {"longest": CHUNK}), lambda stage: None).decoder.shape.chunk == 0
+    assert load(ShardConfig(**config_fields(config) | {"longest": ATTENTION_CHUNK}), lambda stage: None).decoder.shape.chunk == 0
 
 
-def vars_of(config: ShardConfig) -> dict[str, Any]:
+def config_fields(config: ShardConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
 
 
-def test_within_one_chunk_all_is_plain() -> None:
+def test_contexts_within_one_chunk_use_full_attention() -> None:
     found = shape(SCOUT)
     assert found.within(8193) is found
     assert found.within(0) is found
     short = found.within(8192)
     assert (short.windows, short.chunk, short.max_positions) == ((0,) * 48, 0, 8192)
-    assert shape(ALONE | {"max_position_embeddings": 8192}).within(0).chunk == 0
-    assert shape(ALONE | {"max_position_embeddings": 8193}).within(0).chunk == 8192
+    assert shape(TEXT_ONLY | {"max_position_embeddings": 8192}).within(0).chunk == 0
+    assert shape(TEXT_ONLY | {"max_position_embeddings": 8193}).within(0).chunk == 8192
 
 
 # Logits
 
 
-def random_config(chance: random.Random) -> Any:
-    layers, experts, heads = chance.randint(2, 5), chance.randint(1, 6), chance.choice([4, 8])
-    more: dict[str, Any] = {"interleave_moe_layer_step": chance.randint(1, 2)}
-    if chance.random() < 0.5:
-        more["no_rope_layers"] = [chance.randint(0, 1) for _ in range(layers)]
-    if chance.random() < 0.5:
-        more["layer_types"] = [chance.choice(["chunked_attention", "full_attention"]) for _ in range(layers)]
-    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": chance.choice([2, 4])}
+def random_config(generator: random.Random) -> Any:
+    layers, experts, heads = generator.randint(2, 5), generator.randint(1, 6), generator.choice([4, 8])
+    more: dict[str, Any] = {"interleave_moe_layer_step": generator.randint(1, 2)}
+    if generator.random() < 0.5:
+        more["no_rope_layers"] = [generator.randint(0, 1) for _ in range(layers)]
+    if generator.random() < 0.5:
+        more["layer_types"] = [generator.choice(["chunked_attention", "full_attention"]) for _ in range(layers)]
+    sizes = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": generator.choice([2, 4])}
     return transformers.Llama4TextConfig(
-        **configurations.LLAMA4 | sizes | {"intermediate_size": chance.choice([20, 32, 64]), "num_local_experts": experts},
+        **configurations.LLAMA4 | sizes | {"intermediate_size": generator.choice([20, 32, 64]), "num_local_experts": experts},
         **more,
-        num_experts_per_tok=chance.choice([1, 1, experts]),
-        use_qk_norm=chance.random() < 0.6,
-        attn_temperature_tuning=chance.random() < 0.7,
-        floor_scale=chance.choice([3, 20]),
-        attention_bias=chance.random() < 0.4,
-        rope_parameters=chance.choice([None, dict(configurations.LLAMA3), dict(configurations.LINEAR)]),
+        num_experts_per_tok=generator.choice([1, 1, experts]),
+        use_qk_norm=generator.random() < 0.6,
+        attn_temperature_tuning=generator.random() < 0.7,
+        floor_scale=generator.choice([3, 20]),
+        attention_bias=generator.random() < 0.4,
+        rope_parameters=generator.choice([None, dict(configurations.LLAMA3), dict(configurations.LINEAR)]),
     )
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_models_give_transformers_logits(seed: int, tmp_path: Path) -> None:
-    """In random chunks, across several borders, on one rank and on two."""
-    chance = random.Random(seed)
+def test_logits_of_random_models_equal_transformers(seed: int, tmp_path: Path) -> None:
+    """In random prompt chunks, across several boundaries of attention chunks, on one rank and on two."""
+    generator = random.Random(seed)
     torch.manual_seed(seed)
-    theirs = transformers.Llama4ForCausalLM(random_config(chance)).eval()
+    reference = transformers.Llama4ForCausalLM(random_config(generator)).eval()
     with torch.no_grad():
-        for name, value in theirs.named_parameters():
+        for name, value in reference.named_parameters():
             value.normal_(1 if "norm" in name else 0, 0.2)
-    theirs.save_pretrained(tmp_path)
-    tokens, cuts = prompt(seed, 5 * CHUNK + 7), [0]
+    reference.save_pretrained(tmp_path)
+    tokens, cuts = prompt(seed, 5 * ATTENTION_CHUNK + 7), [0]
     while cuts[-1] < len(tokens):
-        cuts.append(min(len(tokens), cuts[-1] + chance.choice([1, 2, 15, 16, 17, 40])))
+        cuts.append(min(len(tokens), cuts[-1] + generator.choice([1, 2, 15, 16, 17, 40])))
     with torch.inference_mode():
-        expected = theirs(torch.tensor([tokens])).logits[0]
+        expected = reference(torch.tensor([tokens])).logits[0]
 
     @torch.inference_mode()
     def work(ranks: Ranks) -> list[Any]:
@@ -242,55 +243,55 @@ def test_random_models_give_transformers_logits(seed: int, tmp_path: Path) -> No
         spans = [Span(sequence, start, tokens[start:stop], wanted=stop - start) for start, stop in parts]
         return [decoder.logits(engine.forward([span])) for span in spans]
 
-    close(torch.cat(work(Ranks(0, 1, tiny.CPU))), expected)
-    close(torch.cat(tiny.Threads().run(work)[0]), expected)
+    assert_logits_close(torch.cat(work(Ranks(0, 1, tiny.CPU))), expected)
+    assert_logits_close(torch.cat(tiny.ThreadedRanks().run(work)[0]), expected)
 
 
-def test_of_a_long_span_as_much_is_wanted_as_is_asked_for() -> None:
-    """However it is cut."""
+def test_span_across_chunks_returns_the_wanted_logits() -> None:
+    """Though the span is cut at the boundaries of attention chunks."""
     tokens = prompt(3, 70)
     expected = tiny.expected_logits("llama4", tokens)
-    bench = Bench("llama4", 16)
+    runner = SpanRunner("llama4", 16)
     for wanted in (0, 1, 6, 7, 23, 70):
-        spans = [Span(bench.start(()), 0, tokens, wanted=wanted), Span(bench.start(()), 0, tokens[:20], wanted=1)]
-        found = bench.run(spans)
-        close(found[:wanted], expected[70 - wanted :])
-        close(found[wanted:], expected[19:20])
+        spans = [Span(runner.start(()), 0, tokens, wanted=wanted), Span(runner.start(()), 0, tokens[:20], wanted=1)]
+        found = runner.run(spans)
+        assert_logits_close(found[:wanted], expected[70 - wanted :])
+        assert_logits_close(found[wanted:], expected[19:20])
 
 
-def test_chosen_experts_may_have_scores_that_do_not_differ() -> None:
-    """As high logits have: 1."""
+def test_expert_is_chosen_by_logits_if_sigmoid_scores_are_equal() -> None:
+    """The sigmoid of each high logit is 1."""
     logits = torch.tensor([[30.0, 40.0, 50.0, -3.0]])
     layer = copy.copy(tiny.decoder("llama4").layers[0].mlp)
     assert layer is not None
     layer.router = lambda x: logits  # type: ignore[union-attr]
-    seen = []
-    layer.experts = lambda x, shares, chosen: seen.append(chosen.tolist()) or x  # type: ignore[union-attr]
+    chosen_experts = []
+    layer.experts = lambda x, shares, chosen: chosen_experts.append(chosen.tolist()) or x  # type: ignore[union-attr]
     layer.made(torch.ones(1, 64))  # type: ignore[union-attr]
-    assert seen == [[[2]]]
+    assert chosen_experts == [[[2]]]
 
 
 @pytest.mark.parametrize("name", ["llama4", "llama4-steps"])
-def test_experts_of_8_bits_are_the_same_model(name: str, tmp_path: Path) -> None:
-    """As Meta has Maverick's: a scale for each output, on either side of it."""
-    few, plain = (Path(shutil.copytree(tiny.folder(name), tmp_path / kind)) for kind in ("few", "plain"))
-    stored = safetensors.torch.load_file(plain / "model.safetensors")
-    kept = dict(stored)
-    for key in [key for key in stored if ".experts." in key]:
-        codes = [quantize(one.t(), "fp8") for one in stored[key]]
-        stored[key] = torch.stack([dequantized(one, torch.float32).t() for one in codes])
-        kept[key] = torch.stack([one.codes.view(torch.float8_e4m3fn).t().contiguous() for one in codes])
-        scales = torch.stack([one.scales for one in codes])  # [experts, outputs, 1]
-        kept[f"{key}_scale"] = scales.transpose(1, 2).contiguous() if "gate_up" in key else scales
-    for folder, tensors in ((few, kept), (plain, stored)):
+def test_fp8_experts_load_as_their_dequantized_weights(name: str, tmp_path: Path) -> None:
+    """As in Meta's checkpoint of Maverick, with a scale for each output, whichever dimension outputs are."""
+    quantized, plain = (Path(shutil.copytree(tiny.folder(name), tmp_path / kind)) for kind in ("few", "plain"))
+    dequantized_tensors = safetensors.torch.load_file(plain / "model.safetensors")
+    quantized_tensors = dict(dequantized_tensors)
+    for key in [key for key in dequantized_tensors if ".experts." in key]:
+        expert_weights = [quantize(expert.t(), "fp8") for expert in dequantized_tensors[key]]
+        dequantized_tensors[key] = torch.stack([dequantized(expert, torch.float32).t() for expert in expert_weights])
+        quantized_tensors[key] = torch.stack([expert.codes.view(torch.float8_e4m3fn).t().contiguous() for expert in expert_weights])
+        scales = torch.stack([expert.scales for expert in expert_weights])  # [experts, outputs, 1]
+        quantized_tensors[f"{key}_scale"] = scales.transpose(1, 2).contiguous() if "gate_up" in key else scales
+    for folder, tensors in ((quantized, quantized_tensors), (plain, dequantized_tensors)):
         safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    change(few, quantization_config={"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["self_attn"]})
-    for rank in (Ranks(0, 1, tiny.CPU), Alone(1)):
-        same(made(few, rank), made(plain, rank))
-    del kept[next(key for key in kept if key.endswith("down_proj_scale"))]
-    safetensors.torch.save_file(kept, few / "model.safetensors", metadata={"format": "pt"})
+    change_config(quantized, quantization_config={"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["self_attn"]})
+    for rank in (Ranks(0, 1, tiny.CPU), LoadingRank(1)):
+        assert_same_weights(build_decoder(quantized, rank), build_decoder(plain, rank))
+    del quantized_tensors[next(key for key in quantized_tensors if key.endswith("down_proj_scale"))]
+    safetensors.torch.save_file(quantized_tensors, quantized / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(Unsupported, match=r"has no tensor .*down_proj_scale"):
-        made(few)
+        build_decoder(quantized)
 
 
 # Tokens
@@ -298,38 +299,41 @@ def test_experts_of_8_bits_are_the_same_model(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["llama4", "llama4-steps"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, page_size: int) -> None:
-    """Prefixes that end before borders, at them and behind them."""
-    base = prompt(1, 70)
-    asked = tuple(base[:length] + prompt(length, own) for length, own in ((15, 3), (16, 1), (17, 9), (48, 30), (64, 1), (70, 4)))
+def test_preempted_requests_with_shared_prefixes_get_transformers_tokens(name: str, page_size: int) -> None:
+    """Shared prefixes that end before, at and behind boundaries of attention chunks."""
+    longest = prompt(1, 70)
+    prompts = tuple(
+        longest[:length] + prompt(length, suffix_length)
+        for length, suffix_length in ((15, 3), (16, 1), (17, 9), (48, 30), (64, 1), (70, 4))
+    )
     for seed in range(2):
-        world = check_greedy(name, tiny.engine(name, page_size, 400 // page_size), asked, Traffic(pause=0.2, chunk=7), seed)
-        assert world.pauses
+        result = check_greedy(name, tiny.engine(name, page_size, 400 // page_size), prompts, Traffic(pause=0.2, chunk=7), seed)
+        assert result.pauses
 
 
-def requests(drafts: int) -> list[Group]:
-    """That cross borders at all places."""
-    made = []
+def requests_across_chunks(drafts: int) -> list[Group]:
+    """Requests that cross boundaries of attention chunks at all places."""
+    groups = []
     for uid in range(20):
         sampling = Sampling(temperature=0.9, seed=uid) if uid % 3 == 1 else Sampling()
         repeated = prompt(uid % 4, 5) * (1 + uid % 5)
-        made.append(tiny.group(uid, repeated, 20 + uid, sampling, choices=1 + (uid % 7 == 2), drafts=drafts))
-    return made
+        groups.append(tiny.group(uid, repeated, 20 + uid, sampling, choices=1 + (uid % 7 == 2), drafts=drafts))
+    return groups
 
 
 @pytest.fixture(scope="module")
-def plain() -> Results:
-    return drive(tiny.engine("llama4", 16, 2000, prefix_caching=False), requests(0), Traffic())
+def result_without_drafts() -> Results:
+    return drive(tiny.engine("llama4", 16, 2000, prefix_caching=False), requests_across_chunks(0), Traffic())
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_steps_may_be_asked_for_ahead(plain: Results, ahead: bool) -> None:
+def test_overlapping_steps_give_the_same_tokens(result_without_drafts: Results, ahead: bool) -> None:
     engine = tiny.engine("llama4", 4, 300, ahead=ahead)
-    assert drive(engine, requests(0), Traffic(9, pause=0.05), seed=3).tokens == plain.tokens
+    assert drive(engine, requests_across_chunks(0), Traffic(9, pause=0.05), seed=3).tokens == result_without_drafts.tokens
 
 
 @pytest.mark.parametrize(
-    ("said", "page_size", "draft"),
+    ("speculation", "page_size", "draft"),
     [
         ("tokens=6", 4, "llama4"),
         ("tree=3x2x1", 4, "llama4"),
@@ -339,18 +343,18 @@ def test_steps_may_be_asked_for_ahead(plain: Results, ahead: bool) -> None:
         ("tokens=6", 1, "llama"),
     ],
 )
-def test_drafts_change_no_token(said: str, page_size: int, draft: str, plain: Results) -> None:
-    """By a model that sees the same chunks, or none."""
-    engine = guessing("llama4", draft, said, page_size)
-    world = drive(with_free_drafts(engine), requests(engine.speculator.most), Traffic(7, pause=0.05), seed=page_size)
-    assert world.tokens == plain.tokens
-    assert world.drafted > 100
-    assert world.accepted > (300 if draft == "llama4" else 0)
-    assert at_rest(engine)
+def test_speculation_changes_no_token(speculation: str, page_size: int, draft: str, result_without_drafts: Results) -> None:
+    """With a draft model that has the same chunked attention, or none."""
+    engine = speculating_engine("llama4", draft, speculation, page_size)
+    result = drive(with_free_drafts(engine), requests_across_chunks(engine.speculator.most), Traffic(7, pause=0.05), seed=page_size)
+    assert result.tokens == result_without_drafts.tokens
+    assert result.drafted > 100
+    assert result.accepted > (300 if draft == "llama4" else 0)
+    assert all_pages_free(engine)
 
 
-def guessing(name: str, draft: str, said: str, page_size: int) -> Engine:
-    speculation = parse(f"draft=x,{said}")
+def speculating_engine(name: str, draft: str, options: str, page_size: int) -> Engine:
+    speculation = parse(f"draft=x,{options}")
     drafter = Drafter(tiny.decoder(draft), configurations.VOCABULARY, tiny.CPU, speculation.most)
     speculator = Speculator(tiny.decoder(name).ranks, tiny.CPU, speculation, drafter)
     engine = Engine(tiny.decoder(name), tiny.CPU, page_size, speculator=speculator)
@@ -358,48 +362,48 @@ def guessing(name: str, draft: str, said: str, page_size: int) -> Engine:
     return engine
 
 
-def test_a_draft_model_may_see_chunks_that_its_model_does_not() -> None:
-    """Its trees then go beyond their ends, which costs right drafts at most."""
-    asked = [tiny.group(uid, prompt(uid, 9 + uid), 30, drafts=9) for uid in range(8)]
-    expected = drive(tiny.engine("llama", 16, 2000), copy.deepcopy(asked), Traffic()).tokens
-    assert drive(with_free_drafts(guessing("llama", "llama4", "tree=3x2x1", 4)), asked, Traffic()).tokens == expected
+def test_draft_model_may_have_chunked_attention_where_the_target_has_none() -> None:
+    """Its trees then go beyond the ends of its chunks, which can only cost acceptance."""
+    groups = [tiny.group(uid, prompt(uid, 9 + uid), 30, drafts=9) for uid in range(8)]
+    expected = drive(tiny.engine("llama", 16, 2000), copy.deepcopy(groups), Traffic()).tokens
+    assert drive(with_free_drafts(speculating_engine("llama", "llama4", "tree=3x2x1", 4)), groups, Traffic()).tokens == expected
 
 
-def test_drafts_end_with_their_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And are as deep as may be before."""
-    ends: list[int] = []
-    planned = step.plan
+def test_draft_trees_end_with_their_attention_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are as deep as possible before."""
+    last_positions: list[int] = []
+    original = step.plan
 
     def plan(spans: Sequence[Span], layout: Any, *rest: Any) -> Any:
         for span in spans:
             if span.parents is not None:
                 depth = max(step.attention.depths(span.parents))
-                assert span.start // CHUNK == (span.start + depth) // CHUNK
-                ends.append((span.start + depth) % CHUNK)
-        return planned(spans, layout, *rest)
+                assert span.start // ATTENTION_CHUNK == (span.start + depth) // ATTENTION_CHUNK
+                last_positions.append((span.start + depth) % ATTENTION_CHUNK)
+        return original(spans, layout, *rest)
 
-    engine = guessing("llama4", "llama", "tree=2x2x1x1", 4)
+    engine = speculating_engine("llama4", "llama", "tree=2x2x1x1", 4)
     monkeypatch.setattr("penstock.shard.forward.step.plan", plan)
-    engine.speculator.drafter = None  # whose own trees are no matter here
-    drive(with_free_drafts(engine), requests(engine.speculator.most), Traffic(7), seed=1)
-    assert CHUNK - 1 in ends
-    assert max(ends) < CHUNK
+    engine.speculator.drafter = None  # its own trees are not tested here
+    drive(with_free_drafts(engine), requests_across_chunks(engine.speculator.most), Traffic(7), seed=1)
+    assert ATTENTION_CHUNK - 1 in last_positions
+    assert max(last_positions) < ATTENTION_CHUNK
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_beams_are_those_of_transformers(page_size: int, ahead: bool) -> None:
-    """Which part before a border and behind it, in a pool where they are paused."""
-    asked = [prompt(seed, length) for seed, length in enumerate((3, 15, 16, 17, 31))]
-    groups = [tiny.group(uid, tokens, 24, search=Search(4, 2, 1.0, Stop.WORSE)) for uid, tokens in enumerate(asked)]
+def test_beam_search_equals_transformers(page_size: int, ahead: bool) -> None:
+    """Beams fork before and behind the boundary of a chunk, and are preempted."""
+    prompts = [prompt(seed, length) for seed, length in enumerate((3, 15, 16, 17, 31))]
+    groups = [tiny.group(uid, tokens, 24, search=Search(4, 2, 1.0, Stop.WORSE)) for uid, tokens in enumerate(prompts)]
     engine = tiny.engine("llama4", page_size, 600 // page_size, ahead=ahead)
-    world = drive(engine, groups, Traffic(7, pause=0.0 if ahead else 0.02), seed=page_size)
-    assert world.failed == {}
-    for uid, tokens in enumerate(asked):
-        given = torch.tensor([tokens])
+    result = drive(engine, groups, Traffic(7, pause=0.0 if ahead else 0.02), seed=page_size)
+    assert result.failed == {}
+    for uid, tokens in enumerate(prompts):
+        input_ids = torch.tensor([tokens])
         found = tiny.reference("llama4").generate(
-            given,
-            attention_mask=torch.ones_like(given),
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
             num_beams=4,
             num_return_sequences=2,
             max_new_tokens=24,
@@ -407,22 +411,22 @@ def test_beams_are_those_of_transformers(page_size: int, ahead: bool) -> None:
             eos_token_id=[1 << 20],  # none
             pad_token_id=0,
         )
-        assert [world.tokens[uid, choice] for choice in range(2)] == found[:, len(tokens) :].tolist()
-    assert at_rest(engine)
+        assert [result.tokens[uid, choice] for choice in range(2)] == found[:, len(tokens) :].tolist()
+    assert all_pages_free(engine)
 
 
-def test_the_text_of_a_model_with_images(tmp_path: Path) -> None:
-    """Whose tensors have other names, and whose text is described by itself."""
-    own = tiny.reference("llama4")
+def test_text_logits_of_a_checkpoint_with_an_image_encoder_equal_transformers(tmp_path: Path) -> None:
+    """Its tensors have other names, and the text has a config of its own."""
+    reference = tiny.reference("llama4")
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
     sizes = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "patch_size": 14}
-    both = transformers.Llama4ForConditionalGeneration(
-        transformers.Llama4Config(text_config=own.config.to_dict(), vision_config=vision | sizes)
+    vision_model = transformers.Llama4ForConditionalGeneration(
+        transformers.Llama4Config(text_config=reference.config.to_dict(), vision_config=vision | sizes)
     )
-    both.language_model.load_state_dict(own.state_dict())
-    both.save_pretrained(tmp_path)
-    bench = Bench("llama4", 16)
-    bench.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
-    bench.engine.resize(64)
+    vision_model.language_model.load_state_dict(reference.state_dict())
+    vision_model.save_pretrained(tmp_path)
+    runner = SpanRunner("llama4", 16)
+    runner.engine.decoder = load(ShardConfig(folder=str(tmp_path), model="m"), lambda stage: None).decoder
+    runner.engine.resize(64)
     tokens = prompt(3, 40)
-    close(bench.run([Span(bench.start(()), 0, tokens, wanted=40)]), tiny.expected_logits("llama4", tokens))
+    assert_logits_close(runner.run([Span(runner.start(()), 0, tokens, wanted=40)]), tiny.expected_logits("llama4", tokens))

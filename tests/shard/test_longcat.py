@@ -1,5 +1,5 @@
-"""What LongCat Flash's config.json files say is what transformers takes them for, and where tensors are; answers are in
-test_oracle.py."""
+"""LongCat Flash: shapes and parameters from config.json against transformers, layers that become two decoder layers,
+zero-computation experts, and tensor names. Logits and tokens: test_against_transformers.py."""
 
 import json
 import shutil
@@ -21,12 +21,12 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_oracle import Bench, check_pauses, close, prompt
-from penstock.tests.shard.test_quantized import made
-from penstock.tests.shard.test_weights import WEIGHTS, Alone, same
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, check_preemption, prompt
+from penstock.tests.shard.test_quantized import build_decoder
+from penstock.tests.shard.test_weights import WEIGHTS, LoadingRank, assert_same_weights
 
-NAMED = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
-FLASH = NAMED | {
+ARCHITECTURE = {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"}
+FLASH = ARCHITECTURE | {
     "attention_method": "MLA",
     "expert_ffn_hidden_size": 2048,
     "ffn_hidden_size": 12_288,
@@ -51,7 +51,7 @@ FLASH = NAMED | {
     "zero_expert_type": "identity",
 }
 NAMES = ["longcat", "longcat-busy"]
-LEAST = ("vocab_size", "hidden_size", "num_attention_heads", "num_layers", "architectures")
+REQUIRED_FIELDS = ("vocab_size", "hidden_size", "num_attention_heads", "num_layers", "architectures")
 
 
 @pytest.mark.parametrize(
@@ -63,28 +63,30 @@ LEAST = ("vocab_size", "hidden_size", "num_attention_heads", "num_layers", "arch
         {"num_hidden_layers": 56},
     ],
 )
-def test_shapes_are_transformers(more: dict[str, Any]) -> None:
-    """But that it has matrices, half of those that others have, for experts that do nothing."""
-    theirs, found = transformers.LongcatFlashConfig.from_dict(FLASH | more), shape(FLASH | more)
+def test_shapes_and_parameters_equal_transformers(more: dict[str, Any]) -> None:
+    """Without the matrices that transformers has for zero-computation experts, half as many as for others."""
+    config, found = transformers.LongcatFlashConfig.from_dict(FLASH | more), shape(FLASH | more)
     with torch.device("meta"):
-        model = transformers.LongcatFlashForCausalLM(theirs)
-    held = [*model.parameters(), *(values for key, values in model.named_buffers() if "correction" in key)]
-    unused = theirs.num_layers * (theirs.zero_expert_num or 0) * 2 * theirs.expert_ffn_hidden_size * theirs.hidden_size
-    assert found.parameters() == sum(values.numel() for values in held) - unused
-    assert found == shape(theirs.to_dict() | NAMED)
-    assert found.layers == theirs.num_hidden_layers
-    assert [mixture is not None for mixture in found.mixtures] == [True, False] * theirs.num_layers
-    assert [found.joins(layer) for layer in range(found.layers)] == [False, True] * theirs.num_layers
+        model = transformers.LongcatFlashForCausalLM(config)
+    parameters = [*model.parameters(), *(values for key, values in model.named_buffers() if "correction" in key)]
+    unused = config.num_layers * (config.zero_expert_num or 0) * 2 * config.expert_ffn_hidden_size * config.hidden_size
+    assert found.parameters() == sum(values.numel() for values in parameters) - unused
+    assert found == shape(config.to_dict() | ARCHITECTURE)
+    assert found.layers == config.num_hidden_layers
+    assert [mixture is not None for mixture in found.mixtures] == [True, False] * config.num_layers
+    assert [found.joins(layer) for layer in range(found.layers)] == [False, True] * config.num_layers
 
 
-def test_what_is_left_out_is_transformers_default() -> None:
-    usual = {name: value for name, value in FLASH.items() if name in LEAST}
-    written = transformers.LongcatFlashConfig(**{name: usual[name] for name in LEAST[:4]}).to_dict() | NAMED
-    assert shape(usual) == shape(FLASH) == shape(written)
+def test_fields_missing_in_config_json_have_transformers_defaults() -> None:
+    minimal_config = {name: value for name, value in FLASH.items() if name in REQUIRED_FIELDS}
+    saved_config = (
+        transformers.LongcatFlashConfig(**{name: minimal_config[name] for name in REQUIRED_FIELDS[:4]}).to_dict() | ARCHITECTURE
+    )
+    assert shape(minimal_config) == shape(FLASH) == shape(saved_config)
 
 
-def test_sizes_of_the_one_on_the_hub() -> None:
-    """561 billion parameters, of which tokens go by 27 on average: of 12 chosen experts a third does nothing."""
+def test_parameters_and_kv_cache_size_of_longcat_flash() -> None:
+    """561 billion parameters, 27 of them active on average: a third of the 12 experts of a token are zero-computation experts."""
     found = shape(FLASH)
     assert (round(found.parameters() / 1e9), round((found.parameters(tokens=1) - 131_072 * 6144) / 1e9)) == (561, 27)
     [mixture, _] = found.mixtures[:2]
@@ -121,17 +123,17 @@ def test_sizes_of_the_one_on_the_hub() -> None:
         ({"model_type": "longcat"}, "which is 'longcat_flash'"),
     ],
 )
-def test_what_is_wrong_is_named(changed: dict[str, Any], message: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         shape(FLASH | changed)
 
 
-def test_heads_that_count_layers_are_refused() -> None:
+def test_eagle3_draft_heads_are_refused() -> None:
     with pytest.raises(Unsupported, match="counts layers, of which LongcatFlashForCausalLM has two in one"):
         _eagle3({}, shape(FLASH))
 
 
-def test_one_of_its_layers_is_two() -> None:
+def test_each_layer_of_the_checkpoint_becomes_two_decoder_layers() -> None:
     engine = tiny.engine("longcat", pages=3)
     assert [type(layer.mlp) for layer in engine.decoder.layers] == [ShortcutExperts, ShortcutMlp] * 2
     assert engine.token_bytes == 4 * 4 * (20 + 8)
@@ -143,8 +145,9 @@ def test_one_of_its_layers_is_two() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
-def test_its_names(name: str, rank: int, tmp_path: Path) -> None:
-    """As the hub has them, where what does nothing has no matrices, and some layer predicts more; and as transformers has them."""
+def test_checkpoints_with_hub_and_transformers_names_are_loaded(name: str, rank: int, tmp_path: Path) -> None:
+    """The hub's checkpoints lack the matrices of zero-computation experts and have a multi-token prediction layer; transformers'
+    have the matrices of all experts, in one tensor."""
     folder, mixture = Path(shutil.copytree(tiny.folder(name), tmp_path / "hub")), tiny.decoder(name).shape.mixtures[0]
     assert mixture is not None
     stored = safetensors.torch.load_file(folder / WEIGHTS)
@@ -154,71 +157,71 @@ def test_its_names(name: str, rank: int, tmp_path: Path) -> None:
         del stored[key]
     stored |= {"model.mtp.layers.0.self_attn.q_a_proj.weight": torch.ones(3)}
     safetensors.torch.save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
-    same(made(folder, Alone(rank)), made(tiny.folder(name), Alone(rank)))
+    assert_same_weights(build_decoder(folder, LoadingRank(rank)), build_decoder(tiny.folder(name), LoadingRank(rank)))
     tiny.reference(name).save_pretrained(tmp_path / "own", save_original_format=False)
-    together = safetensors.torch.load_file(tmp_path / "own" / WEIGHTS)["model.layers.0.mlp.experts.gate_up_proj"]
-    assert len(together) == mixture.routed
-    same(made(tmp_path / "own", Alone(rank)), made(tiny.folder(name), Alone(rank)))
+    joined_experts = safetensors.torch.load_file(tmp_path / "own" / WEIGHTS)["model.layers.0.mlp.experts.gate_up_proj"]
+    assert len(joined_experts) == mixture.routed
+    assert_same_weights(build_decoder(tmp_path / "own", LoadingRank(rank)), build_decoder(tiny.folder(name), LoadingRank(rank)))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chunk", [7, 13])
-def test_it_is_paused_and_goes_on_with_pages_that_others_had(name: str, chunk: int) -> None:
-    check_pauses(name, chunk)
+def test_preempted_requests_get_transformers_tokens(name: str, chunk: int) -> None:
+    check_preemption(name, chunk)
 
 
-def test_experts_may_all_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all tokens at once, and for none; what they give back is what is left of the answer."""
-    bench, tokens = Bench("longcat", 16), prompt(3, 30)
-    theirs = tiny.reference("longcat")
-    monkeypatch.setattr(MixtureOfExperts, "route", lambda self, x: alike(len(x), chosen))
-    for layer in theirs.model.layers:
-        monkeypatch.setattr(layer.mlp.router, "forward", lambda x: (None, *alike(x.shape[0] * x.shape[1], chosen)))
+def test_logits_equal_transformers_if_all_or_no_chosen_experts_are_zero_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zero-computation experts return their input. Here those of all tokens are the same: three of four, all four, or none."""
+    runner, tokens = SpanRunner("longcat", 16), prompt(3, 30)
+    reference = tiny.reference("longcat")
+    monkeypatch.setattr(MixtureOfExperts, "route", lambda self, x: same_routing(len(x), chosen))
+    for layer in reference.model.layers:
+        monkeypatch.setattr(layer.mlp.router, "forward", lambda x: (None, *same_routing(x.shape[0] * x.shape[1], chosen)))
     chosen: tuple[int, ...]
-    for case in ((6, 7, 8, 1), (8, 7, 6, 8), (0, 5, 2, 3)):
-        chosen = case
+    for experts in ((6, 7, 8, 1), (8, 7, 6, 8), (0, 5, 2, 3)):
+        chosen = experts
         with torch.inference_mode():
-            expected = theirs(torch.tensor([tokens])).logits[0]
-        close(bench.run([Span(bench.start(()), 0, tokens, wanted=30)]), expected)
+            expected = reference(torch.tensor([tokens])).logits[0]
+        assert_logits_close(runner.run([Span(runner.start(()), 0, tokens, wanted=30)]), expected)
 
 
-def alike(count: int, chosen: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shares, and the same experts for all."""
+def same_routing(count: int, chosen: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routing weights, and the same experts for all tokens."""
     return torch.tensor([[0.4, 0.1, 0.3, 0.7]]).expand(count, 4).contiguous(), torch.tensor([chosen]).expand(count, 4).contiguous()
 
 
-def test_ranks_add_up_twice_in_a_layer() -> None:
-    """What experts make goes with what the second MLP does."""
+def test_two_all_reduces_per_decoder_layer() -> None:
+    """The output of experts is added up together with that of the second MLP."""
     counts = []
 
     @torch.inference_mode()
     def work(ranks: Ranks) -> None:
-        engine = tiny.engine_of("longcat", ranks)
-        added, all_reduce = [0], ranks.all_reduce
+        engine = tiny.rank_engine("longcat", ranks)
+        calls, all_reduce = [0], ranks.all_reduce
 
         def counted(x: torch.Tensor) -> torch.Tensor:
-            added[0] += 1
+            calls[0] += 1
             return all_reduce(x)
 
         ranks.all_reduce = counted  # type: ignore[method-assign]
         [sequence], _ = sequences(prompt(1, 9), 1)
         engine.pool.extend(sequence.pages, 9)
         engine.forward([Span(sequence, 0, sequence.tokens)])
-        counts.append((added[0], engine.decoder.shape.sums + 1))
+        counts.append((calls[0], engine.decoder.shape.sums + 1))
 
-    tiny.Threads(2).run(work)
+    tiny.ThreadedRanks(2).run(work)
     assert counts == [(9, 9)] * 2
 
 
-def test_what_waits_is_of_the_rows_that_are_left() -> None:
+def test_held_expert_output_follows_the_selected_rows() -> None:
     stream = ShortcutStream(torch.arange(12.0).view(4, 3), Ranks(0, 1, tiny.CPU), 1e-6)
     stream.hold(-torch.arange(12.0).view(4, 3))
     stream.select(torch.tensor([2, 0]))
     assert not (stream.normalized(None) + stream.held()).any()
 
 
-def test_config_as_it_is_saved() -> None:
-    """By transformers, which has no word for the number of our layers."""
-    said = json.loads((tiny.folder("longcat") / "config.json").read_text())
-    assert "num_hidden_layers" not in said
-    assert shape(said).layers == 4
+def test_config_saved_by_transformers_has_two_decoder_layers_per_layer() -> None:
+    """transformers does not save num_hidden_layers."""
+    config_json = json.loads((tiny.folder("longcat") / "config.json").read_text())
+    assert "num_hidden_layers" not in config_json
+    assert shape(config_json).layers == 4

@@ -1,5 +1,5 @@
 """KV pages that are evicted from the prefix cache come back from the host's memory unchanged: random operations against a
-dictionary that forgets nothing. That no answer changes is checked by test_pauses.py and test_prefixes.py."""
+dictionary that forgets nothing. That no answer changes is checked by test_preemption.py and test_prefix_cache.py."""
 
 import random
 from collections import Counter, deque

@@ -20,7 +20,7 @@ from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Results, Traffic, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 
 COUNT = 10  # tokens generated
 PAGE_SIZE = 4  # of a page
@@ -90,7 +90,7 @@ def check_results(engine: Engine, groups: Sequence[Group], expected: Results, se
     results = drive(engine, groups, Traffic(chunk=chunk_of(seed), pause=0.05), seed)
     assert results.failed == {}
     assert results.tokens == expected.tokens
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def chunk_of(seed: int) -> int:
@@ -123,7 +123,7 @@ def check_too_long_groups_fail() -> None:
         results = drive(engine, groups_of_which_half_are_too_long(), Traffic(chunk=chunk_of(seed), arrivals=16), seed)
         assert results.failed == dict.fromkeys(range(8), ALONE)
         assert {uid: results.answers[uid] for uid in range(8, 16)} == {uid: expected[uid] for uid in range(8, 16)}
-        assert at_rest(engine)
+        assert all_pages_free(engine)
         engine.refuses = lambda span: False
         assert drive(engine, groups_of_which_half_are_too_long(), Traffic()).answers == expected
 
@@ -152,7 +152,7 @@ def check_equal_prompts() -> None:
     while len(tokens) < COUNT:
         tokens += [emitted.pick.token for _, emitted in engine.decode([1]).emitted]
     assert tokens == drive(tiny.engine("llama"), [tiny.group(1, tokens_of_prompt, COUNT)], Traffic()).answers[1]
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_lost_page_does_not_replace_an_equal_computed_page() -> None:
@@ -245,7 +245,7 @@ def test_other_errors_are_raised() -> None:
 
 def test_out_of_memory_is_raised_with_several_ranks() -> None:
     def work(ranks: Ranks) -> None:
-        engine = tiny.engine_of("llama", ranks)
+        engine = tiny.rank_engine("llama", ranks)
 
         def fail(spans: Sequence[Span]) -> Tensor:
             raise torch.OutOfMemoryError
@@ -254,7 +254,7 @@ def test_out_of_memory_is_raised_with_several_ranks() -> None:
         engine.prefill(1, [tiny.group(1, prompt(1, 9), COUNT)], [(1, 9)], 9, [])
 
     with pytest.raises(torch.OutOfMemoryError):
-        tiny.Threads().run(work)
+        tiny.ThreadedRanks().run(work)
 
 
 def test_token_limit_is_lifted_after_enough_successful_steps() -> None:

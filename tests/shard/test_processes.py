@@ -29,7 +29,7 @@ from penstock.shard.relay import Receiver, Sender
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Remote, Traffic, drive
-from penstock.tests.shard.test_oracle import COUNT, prompts, requests
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, greedy_requests, prompts
 
 SECONDS = 60  # timeout of a start
 WARMUP = wire.WarmupRequest(max_step_tokens=256, max_step_rows=64, max_total_tokens=512)
@@ -184,9 +184,9 @@ def test_two_processes_answer_on_a_stream_and_exit_on_sigterm(ranks: Ranks) -> N
     assert (first.pages, first.page_size) == (1024, 4)
     token_lists = prompts(10)
     shard = Remote(ranks.channels[0], stream=True, pages=1024, page_size=4)
-    results = drive(shard, requests(token_lists), Traffic(chunk=16, pause=0.1))
+    results = drive(shard, greedy_requests(token_lists), Traffic(chunk=16, pause=0.1))
     assert results.failed == {}
-    assert results.answers == dict(enumerate(tiny.greedy("demo", token_lists, COUNT)))
+    assert results.answers == dict(enumerate(tiny.greedy("demo", token_lists, ANSWER_LENGTH)))
     assert shard.clear() == 1024
     with pytest.raises(grpc.RpcError, match="rank 0"):
         Remote(ranks.channels[1], stream=False, pages=1024, page_size=4).decode([1])
@@ -215,8 +215,8 @@ def test_killed_rank_ends_the_other(ranks: Ranks) -> None:
     token_lists = prompts(10)
     shard = Remote(ranks.channels[0], stream=False, pages=1024, page_size=4)
     sampling = Sampling(temperature=0.8, top_p=0.9, seed=11)
-    results = drive(shard, requests(token_lists, sampling), Traffic(chunk=7, pause=0.1, cancel=0.05), seed=3)
-    alone = drive(tiny.engine("one-key-llama"), requests(token_lists, sampling), Traffic()).answers
+    results = drive(shard, greedy_requests(token_lists, sampling), Traffic(chunk=7, pause=0.1, cancel=0.05), seed=3)
+    alone = drive(tiny.engine("one-key-llama"), greedy_requests(token_lists, sampling), Traffic()).answers
     assert all(tokens == alone[uid][: len(tokens)] for uid, tokens in results.answers.items())
     assert {uid for uid in alone if results.answers[uid] == alone[uid]} >= set(alone) - results.cancelled
     assert shard.clear() == 1024
@@ -225,7 +225,7 @@ def test_killed_rank_ends_the_other(ranks: Ranks) -> None:
     ranks.processes[1].wait(5)
     began = time.monotonic()
     with pytest.raises(grpc.RpcError, match="the shard failed"):
-        drive(shard, requests(token_lists), Traffic())
+        drive(shard, greedy_requests(token_lists), Traffic())
     assert ranks.codes(10) == [1, -signal.SIGKILL]
     assert time.monotonic() - began < 10
     assert list(ranks.folder.iterdir()) == [ranks.folder / "rank-1"]  # the killed rank could not clean up

@@ -18,9 +18,9 @@ from penstock.shard.decoding.tree import ROOT, Tree
 from penstock.shard.decoding.verify import VerificationRule
 from penstock.shard.sequence import Sampling
 from penstock.tests.shard.test_tree import path_to
-from penstock.tests.shard.toy import Toy, end, group, next_token
+from penstock.tests.shard.toy import TableModel, group, last_two_tokens, next_token_distribution
 
-MODEL = Toy(30, 5)
+MODEL = TableModel(30, 5)
 
 
 def paths(tree: Tree) -> set[tuple[int, ...]]:
@@ -154,7 +154,7 @@ def test_long_texts_are_indexed_over_several_steps_without_delaying_others() -> 
 class CheckedModel:
     """A draft model that checks that it is called as the protocol says."""
 
-    def __init__(self, model: Toy) -> None:
+    def __init__(self, model: TableModel) -> None:
         self._model = model
         self.rounds: list[int] = []
         self._known: dict[int, set[int]] = {}
@@ -173,7 +173,7 @@ class CheckedModel:
             assert all(node == ROOT or one.parents[node] in known for node in one.nodes), "a parent was never computed"
             known.update(one.nodes)
         self.rounds.append(sum(len(one.nodes) for one in wanted))
-        return self._model.after([end(one, node) for one in wanted for node in one.nodes])
+        return self._model.logits_after([last_two_tokens(one, node) for one in wanted for node in one.nodes])
 
 
 GROWTHS: dict[str, TreeShape] = {
@@ -245,7 +245,7 @@ def test_chain_equals_plain_sampling_from_the_draft_model(temperature: float) ->
         one = group(uid, Sampling(temperature=temperature, seed=uid, frequency_penalty=0.5), 50, (uid, 2))
         [draft] = Drafting(MODEL, LayeredTree((1,) * 5)).propose([DraftRequest(one, one.sequences[0], 5, 9)]).drafts
         for token in draft.tree.tokens:
-            [pick] = sampler.pick(MODEL.after([one.sequences[0].tokens[-2:]]), [verify.row(one, one.sequences[0], [])])
+            [pick] = sampler.pick(MODEL.logits_after([one.sequences[0].tokens[-2:]]), [verify.row(one, one.sequences[0], [])])
             assert pick is not None
             assert pick.token == token
             one.sequences[0].tokens.append(token)
@@ -255,7 +255,7 @@ def test_children_are_the_best_logits_plus_noise_with_matching_logprobs() -> Non
     from penstock.kernels.noise import gumbel_all
 
     one = group(0, Sampling(temperature=0.7, seed=11), 50)
-    logits = MODEL.after([(3, 4)])
+    logits = MODEL.logits_after([(3, 4)])
     ids, logprobs = best(logits, [verify.row(one, one.sequences[0], [5, 6])], 4)
     noise = gumbel_all(torch.tensor([11]), torch.tensor([0]), torch.tensor([2]), MODEL.vocabulary)
     sums = logits / 0.7 + noise
@@ -267,10 +267,12 @@ def test_filtered_tokens_are_not_proposed() -> None:
     """Not even if more children are requested than there are tokens left."""
     one = group(0, Sampling(temperature=1.0, top_k=2), 50)
     [draft] = Drafting(MODEL, LayeredTree((5,))).propose([DraftRequest(one, one.sequences[0], 9, 9)]).drafts
-    allowed = {token for token, own in enumerate(next_token(MODEL, Sampling(temperature=1.0, top_k=2), (1, 1), 2)) if own}
+    allowed = {
+        token for token, own in enumerate(next_token_distribution(MODEL, Sampling(temperature=1.0, top_k=2), (1, 1), 2)) if own
+    }
     assert set(draft.tree.tokens) == allowed
     mixed = [verify.row(one, one.sequences[0], []), verify.row(group(1, Sampling(), 9), one.sequences[0], [])]
-    ids, logprobs = best(MODEL.after([(1, 1), (1, 1)]), mixed, 5)
+    ids, logprobs = best(MODEL.logits_after([(1, 1), (1, 1)]), mixed, 5)
     assert logprobs.isfinite().sum(-1).tolist() == [2, 5]
     assert set(ids[0, :2].tolist()) == allowed
 
@@ -305,13 +307,13 @@ def test_best_first_tree_stops_when_no_further_node_could_be_kept() -> None:
 
 def test_best_first_tree_has_more_accepted_than_a_chain_of_as_many_nodes() -> None:
     """With a draft model that is often wrong. If the tree were no better than the chain, its order would be at fault."""
-    target, counts = MODEL.near(9, 1.0), {}
+    target, counts = MODEL.perturbed(9, 1.0), {}
     groups = [group(uid, Sampling(temperature=1.0, seed=uid), 50, (uid % 30, 3)) for uid in range(400)]
     for name, shape in (("chain", LayeredTree((1,) * 8)), ("tree", BestFirstTree(4, together=4, width=4))):
         wanted = [DraftRequest(one, one.sequences[0], 8, 8) for one in groups]
         drafts = Drafting(MODEL, shape).propose(wanted).drafts
         rows = [row for one, draft in zip(groups, drafts, strict=True) for row in verify.rows(one, one.sequences[0], draft.tree)]
-        picks = verify.pick(target.after([row.tokens[-2:] for row in rows]), rows, drafts, VerificationRule.GUMBEL)
+        picks = verify.pick(target.logits_after([row.tokens[-2:] for row in rows]), rows, drafts, VerificationRule.GUMBEL)
         first, accepted = 0, 0
         for draft in drafts:
             accepted += len(draft.tree.accepted([pick.token if pick else None for pick in picks[first:]]))

@@ -34,9 +34,9 @@ from penstock.shard.speculator import Speculator
 from penstock.tests.shard import configurations, test_distribution, tiny
 from penstock.tests.shard import test_speculation_grammar as grammars
 from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 from penstock.tests.shard.test_draft_head import engine, record_logit_errors, write_head
 from penstock.tests.shard.test_drafter import max_drafts, with_free_drafts
-from penstock.tests.shard.test_oracle import at_rest, prompt
 from penstock.tests.shard.test_sharing import pages_of_largest_group
 from penstock.tests.shard.test_speculation import sample_groups
 from penstock.tests.shard.toy import g_test
@@ -164,7 +164,7 @@ def check_drafts(own: Engine, oracle: Oracle, groups: Sequence[Group], traffic: 
     assert results.tokens == {one: plain_results().tokens[one] for one in results.tokens}
     assert results.finishes == {one: plain_results().finishes[one] for one in results.tokens}
     assert results.drafted > 50
-    assert at_rest(own)
+    assert all_pages_free(own)
     return results
 
 
@@ -232,7 +232,7 @@ def test_heads_on_two_ranks_match_the_reference(
         errors = record_logit_errors(rank_engine, Oracle(kind, name)) if not ranks.rank else list
         return drive(rank_engine, copies_of(groups), Traffic(16, pause=0.05), seed=5), errors()
 
-    (results, errors), (other_rank, _) = tiny.Threads().run(work)
+    (results, errors), (other_rank, _) = tiny.ThreadedRanks().run(work)
     assert max(errors) < 1e-3
     assert len(errors) > 20
     assert results.tokens == other_rank.tokens == drive(tiny.engine(name), copies_of(groups, 0), Traffic()).tokens

@@ -1,4 +1,4 @@
-"""How fast features turn, against transformers, for settings at random."""
+"""Rotary embeddings: frequencies and amplitudes against transformers, for random rope_parameters."""
 
 import json
 import random
@@ -14,37 +14,39 @@ from penstock.shard.models.rotary import frequencies, table_of
 from penstock.shard.models.shape import Unsupported
 from penstock.tests.shard import configurations, tiny
 
-TABLE = 2, 1  # cosines and sines, for every head
+TABLE_SHAPE = 2, 1  # cosines and sines, the same for every head
 
 
-def settings(kind: str, chance: random.Random) -> dict[str, Any]:
-    """Of one kind, those that may be left out sometimes left out."""
-    found: dict[str, Any] = {"rope_type": kind, "rope_theta": chance.choice([500.0, 10000.0, 1e6])}
+def random_rope_parameters(kind: str, generator: random.Random) -> dict[str, Any]:
+    """Random values for one rope_type; optional ones are sometimes missing."""
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": generator.choice([500.0, 10000.0, 1e6])}
     if kind != "default":
-        found["factor"] = chance.choice([1.0, 1.5, 4, 40.0])
+        parameters["factor"] = generator.choice([1.0, 1.5, 4, 40.0])
     if kind == "llama3":
-        found |= {"low_freq_factor": chance.choice([0.5, 1.0]), "high_freq_factor": chance.choice([2.0, 4.0])}
+        parameters |= {"low_freq_factor": generator.choice([0.5, 1.0]), "high_freq_factor": generator.choice([2.0, 4.0])}
     if kind in ("llama3", "yarn"):
-        found["original_max_position_embeddings"] = chance.choice([16, 64, 4096])
+        parameters["original_max_position_embeddings"] = generator.choice([16, 64, 4096])
     if kind == "yarn":
-        may = {
-            "beta_fast": chance.choice([None, 2.0, 16, 64.0]),
-            "beta_slow": chance.choice([None, 0.1, 1, 1.5]),
-            "attention_factor": chance.choice([None, 0.7, 1.3]),
-            "mscale": chance.choice([None, 0.707, 1.0]),
-            "mscale_all_dim": chance.choice([None, 0.0, 0.707, 1]),
-            "truncate": chance.choice([False, True]),
+        optional = {
+            "beta_fast": generator.choice([None, 2.0, 16, 64.0]),
+            "beta_slow": generator.choice([None, 0.1, 1, 1.5]),
+            "attention_factor": generator.choice([None, 0.7, 1.3]),
+            "mscale": generator.choice([None, 0.707, 1.0]),
+            "mscale_all_dim": generator.choice([None, 0.0, 0.707, 1]),
+            "truncate": generator.choice([False, True]),
         }
-        found |= {name: value for name, value in may.items() if chance.random() < 0.6}
-    return found
+        parameters |= {name: value for name, value in optional.items() if generator.random() < 0.6}
+    return parameters
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn"])
-def test_waves_are_those_of_transformers(kind: str) -> None:
-    chance = random.Random(kind)
+def test_rotary_frequencies_and_amplitude_equal_transformers(kind: str) -> None:
+    generator = random.Random(kind)
     for _ in range(1 if kind == "default" else 60):
-        size = chance.choice([8, 64, 128])
-        config = transformers.LlamaConfig(**configurations.SMALL, head_dim=size, rope_parameters=settings(kind, chance))
+        size = generator.choice([8, 64, 128])
+        config = transformers.LlamaConfig(
+            **configurations.SMALL, head_dim=size, rope_parameters=random_rope_parameters(kind, generator)
+        )
         rope = shape(json.loads(config.to_json_string()) | {"architectures": ["LlamaForCausalLM"]}).rope
         if kind == "default":
             expected, amplitude = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq, 1.0
@@ -53,17 +55,21 @@ def test_waves_are_those_of_transformers(kind: str) -> None:
         torch.testing.assert_close(frequencies(rope, size), expected, rtol=1e-6, atol=0)
         assert rope.amplitude == pytest.approx(amplitude)
         table = table_of(rope, size, 3, torch.float32, torch.device("cpu"))
-        assert table.shape == (3, *TABLE, size)
+        assert table.shape == (3, *TABLE_SHAPE, size)
         torch.testing.assert_close(table[0, 0, 0], torch.full((size,), amplitude))
 
 
 @pytest.mark.parametrize("original", [1, 16, 511, 512, 4096])
-def test_both_sets_of_longropes_waves_are_those_of_transformers(original: int) -> None:
-    chance = random.Random(original)
+def test_short_and_long_longrope_frequencies_equal_transformers(original: int) -> None:
+    generator = random.Random(original)
     for _ in range(20):
-        more = {"factor": chance.choice([1.0, 4, 32.0]), "attention_factor": chance.choice([0.8, 1.3])}
-        settings = configurations.LONGROPE | {name: value for name, value in more.items() if chance.random() < 0.4 or original == 1}
-        config = transformers.Phi3Config(**configurations.PHI4, original_max_position_embeddings=original, rope_parameters=settings)
+        optional = {"factor": generator.choice([1.0, 4, 32.0]), "attention_factor": generator.choice([0.8, 1.3])}
+        rope_parameters = configurations.LONGROPE | {
+            name: value for name, value in optional.items() if generator.random() < 0.4 or original == 1
+        }
+        config = transformers.Phi3Config(
+            **configurations.PHI4, original_max_position_embeddings=original, rope_parameters=rope_parameters
+        )
         rope = shape(json.loads(config.to_json_string()) | {"architectures": ["Phi3ForCausalLM"]}).rope
         for positions in (original, original + 1):
             expected, amplitude = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=positions)
@@ -71,17 +77,18 @@ def test_both_sets_of_longropes_waves_are_those_of_transformers(original: int) -
             assert rope.amplitude == pytest.approx(amplitude)
 
 
-def test_yarn_is_added_to_a_config_whose_positions_stay() -> None:
-    """As Qwen's model cards say: the model takes as many tokens as the factor makes of those that it was trained on."""
-    plain = json.loads((tiny.folder("qwen2") / "config.json").read_text())
-    longer = plain | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}
-    assert shape(longer).max_positions == 4 * plain["max_position_embeddings"]
-    longer["rope_parameters"]["original_max_position_embeddings"] = 64
-    assert shape(longer).max_positions == plain["max_position_embeddings"]
+def test_yarn_extends_max_positions_unless_the_original_number_is_given() -> None:
+    """As Qwen's model cards say: YaRN is added to the config, and the model then accepts factor times as many tokens as it was
+    trained on, though max_position_embeddings stays the same."""
+    config = json.loads((tiny.folder("qwen2") / "config.json").read_text())
+    with_yarn = config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}
+    assert shape(with_yarn).max_positions == 4 * config["max_position_embeddings"]
+    with_yarn["rope_parameters"]["original_max_position_embeddings"] = 64
+    assert shape(with_yarn).max_positions == config["max_position_embeddings"]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "word"),
+    ("invalid", "word"),
     [
         ({"truncate": 1}, "truncate"),
         ({"beta_fast": -1}, "beta_fast"),
@@ -89,7 +96,7 @@ def test_yarn_is_added_to_a_config_whose_positions_stay() -> None:
         ({"attention_factor": 0}, "attention_"),
     ],
 )
-def test_settings_that_can_not_be(wrong: dict[str, Any], word: str) -> None:
+def test_invalid_rope_parameters_are_refused(invalid: dict[str, Any], word: str) -> None:
     config = json.loads((tiny.folder("qwen2") / "config.json").read_text())
     with pytest.raises(Unsupported, match=word):
-        shape(config | {"rope_parameters": configurations.YARN | wrong})
+        shape(config | {"rope_parameters": configurations.YARN | invalid})

@@ -29,7 +29,7 @@ from penstock.shard.sequence import Sampling
 from penstock.shard.service import Service
 from penstock.tests.shard import configurations, lora, tiny
 from penstock.tests.shard.driver import Remote, Traffic, drive, message
-from penstock.tests.shard.test_oracle import COUNT, prompt, prompts, requests
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, greedy_requests, prompt, prompts
 
 NAME = "llama"
 WARMUP = wire.WarmupRequest(max_step_tokens=128, max_step_rows=8, max_total_tokens=256)
@@ -227,8 +227,8 @@ def test_repeated_step_is_answered_from_memory_and_older_step_is_refused(warm: I
 def test_random_traffic_over_grpc_gets_transformers_tokens(warm: InProcessShard, stream: bool) -> None:
     token_lists = prompts(12, 40)
     shard = Remote(warm.channel, stream, pages=500, page_size=4)
-    results = drive(shard, requests(token_lists), Traffic(chunk=16, pause=0.1))
-    assert (results.failed, results.answers) == ({}, dict(enumerate(tiny.greedy(NAME, token_lists, COUNT))))
+    results = drive(shard, greedy_requests(token_lists), Traffic(chunk=16, pause=0.1))
+    assert (results.failed, results.answers) == ({}, dict(enumerate(tiny.greedy(NAME, token_lists, ANSWER_LENGTH))))
     assert warm.service.engine.pool.free == 500
 
 

@@ -23,7 +23,7 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.audited_engine import POISON, VOCABULARY, AuditedEngine, FakeCache
 from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
 from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompt
 
 SEEDED = Sampling(temperature=0.9, top_p=0.95, seed=77)
 
@@ -45,7 +45,7 @@ def mixed_groups(count: int = 11) -> list[Group]:
     for uid, tokens in enumerate(prompts_with_common_prefixes(count)):
         choices = 4 if uid % 3 == 1 else 1
         sampling = replace(SEEDED, seed=uid) if uid % 3 else Sampling()
-        result.append(tiny.group(uid, tokens, COUNT, sampling, choices=choices, prompt_logprobs=uid % 5 == 4))
+        result.append(tiny.group(uid, tokens, ANSWER_LENGTH, sampling, choices=choices, prompt_logprobs=uid % 5 == 4))
     return result
 
 
@@ -75,13 +75,13 @@ def test_pauses_in_a_tiny_pool_change_no_token(prefix_caching: bool, page_size: 
     expected = undisturbed_tokens("llama")
     greedy = [uid for uid in range(len(groups)) if uid % 3 == 0]
     greedy_prompts = tuple(tuple(groups[uid].sequences[0].tokens) for uid in greedy)
-    assert [expected[uid, 0] for uid in greedy] == tiny.greedy("llama", greedy_prompts, COUNT)
+    assert [expected[uid, 0] for uid in greedy] == tiny.greedy("llama", greedy_prompts, ANSWER_LENGTH)
     engine = tiny.engine("llama", page_size, pages_of_largest_group(groups, page_size) + 8 // page_size, prefix_caching)
     evicted = record_evictions(engine)
     results = drive(engine, groups, Traffic(chunk, pauses=2), seed=page_size)
     assert results.tokens == expected
     assert min(results.pauses[uid] for uid in range(len(groups))) >= 2
-    assert at_rest(engine)
+    assert all_pages_free(engine)
     assert (results.cached > 100, len(evicted) > 10) == (prefix_caching, prefix_caching)
 
 
@@ -111,7 +111,7 @@ def test_cancellations_ended_choices_and_pauses_change_no_other_tokens(seed: int
     assert len(results.ended) > 2
     assert results.pauses.total() > 5
     assert results.failed == {}
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
@@ -120,11 +120,11 @@ def test_two_ranks_evict_the_same_pages(prefix_caching: bool) -> None:
     expected = undisturbed_tokens("qwen2", 8)
 
     def work(ranks: Ranks) -> tuple[Results, list[int]]:
-        engine = tiny.engine_of("qwen2", ranks, 4, pages_of_largest_group(groups, 4) + 3, prefix_caching)
+        engine = tiny.rank_engine("qwen2", ranks, 4, pages_of_largest_group(groups, 4) + 3, prefix_caching)
         evicted = record_evictions(engine)
         return drive(engine, groups, Traffic(chunk=9, pauses=2), seed=5), evicted
 
-    (first, evicted), (second, others) = tiny.Threads().run(work)
+    (first, evicted), (second, others) = tiny.ThreadedRanks().run(work)
     assert first.tokens == second.tokens == expected
     assert evicted == others
     assert bool(evicted) == prefix_caching
@@ -138,13 +138,13 @@ def test_two_ranks_evict_the_same_pages(prefix_caching: bool) -> None:
 def test_choices_equal_single_requests_with_the_same_choice_number(length: int, prefix_caching: bool) -> None:
     prompt_tokens = prompt(3, length)
     together = drive(
-        tiny.engine("llama", 16, 99, prefix_caching), [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=5)], Traffic()
+        tiny.engine("llama", 16, 99, prefix_caching), [tiny.group(1, prompt_tokens, ANSWER_LENGTH, SEEDED, choices=5)], Traffic()
     ).tokens
     for choice in range(5):
-        single = tiny.group(1, prompt_tokens, COUNT, SEEDED)
+        single = tiny.group(1, prompt_tokens, ANSWER_LENGTH, SEEDED)
         single.waiting = [choice]
         engine = tiny.engine("llama")
-        outcomes = [engine.prefill(1, [single], [(1, 99)], 99, []), *(engine.decode([1]) for _ in range(COUNT - 1))]
+        outcomes = [engine.prefill(1, [single], [(1, 99)], 99, []), *(engine.decode([1]) for _ in range(ANSWER_LENGTH - 1))]
         assert [emitted.pick.token for outcome in outcomes for _, emitted in outcome.emitted] == together[1, choice]
     assert len({tuple(tokens) for tokens in together.values()}) > 2
 
@@ -182,7 +182,7 @@ def test_choices_share_the_prompts_full_pages_and_copy_its_last_page(prefix_cach
     assert engine.pool.free == 99 - 4 - 2
     assert [standing for standing in engine.decode([1]).standing if standing[0] == 1] == [(1, 4, 0, 0)]
     engine.end([(1, 1), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)])
-    assert at_rest(engine)
+    assert all_pages_free(engine)
     assert engine.books.groups == engine.books.batches == {}
 
 
@@ -216,13 +216,13 @@ def test_group_is_dropped_when_all_choices_end_before_the_prompt_is_computed() -
     engine = tiny.engine("llama", 4)
     engine.prefill(1, [tiny.group(1, prompt(1, 10), 9, SEEDED, choices=2)], [(1, 99)], 7, [])
     engine.end([(1, 0), (1, 1)])
-    assert at_rest(engine)
+    assert all_pages_free(engine)
     assert engine.books.groups == engine.books.batches == {}
 
 
 def test_resumed_group_is_computed_within_the_token_budget() -> None:
     engine = tiny.engine("llama", 4, prefix_caching=False)
-    again = tiny.group(1, prompt(1, 10), COUNT, SEEDED, continuations=[(choice, [5] * 8) for choice in range(3)])
+    again = tiny.group(1, prompt(1, 10), ANSWER_LENGTH, SEEDED, continuations=[(choice, [5] * 8) for choice in range(3)])
     outcomes = [engine.prefill(1, groups, [(1, 99)], 8, []) for groups in ([again], [], [], [])]
     assert [outcome.prompt_tokens for outcome in outcomes] == [8, 8, 8, 7]
     assert [lacking for outcome in outcomes for *_, lacking in outcome.standing] == [23, 15, 7, 0]
@@ -231,19 +231,24 @@ def test_resumed_group_is_computed_within_the_token_budget() -> None:
 @pytest.mark.parametrize("computed", [0, 3, 10])
 def test_resumed_group_survives_the_end_of_the_choice_computing_its_prompt(computed: int) -> None:
     prompt_tokens, engine = prompt(1, 10), tiny.engine("llama", 4)
-    expected = drive(engine, [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=3)], Traffic()).tokens
-    again = tiny.group(1, prompt_tokens, COUNT, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
+    expected = drive(engine, [tiny.group(1, prompt_tokens, ANSWER_LENGTH, SEEDED, choices=3)], Traffic()).tokens
+    again = tiny.group(
+        1, prompt_tokens, ANSWER_LENGTH, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)]
+    )
     engine = tiny.engine("llama", 4)
     engine.prefill(1, [again], [(1, 99)], computed, [])
     engine.end([(1, 0)])
     assert remaining_tokens(engine) == {choice: expected[1, choice][4:] for choice in (1, 2)}
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def remaining_tokens(engine: Engine) -> dict[int, list[int]]:
     """The remaining tokens of the choices of group 1, which is resumed."""
     tokens: dict[int, list[int]] = {}
-    for outcome in [engine.prefill(1, [], [(1, 99)], 99, []), *(engine.prefill(1, [], [(1, 99)], 99, [1]) for _ in range(COUNT))]:
+    for outcome in [
+        engine.prefill(1, [], [(1, 99)], 99, []),
+        *(engine.prefill(1, [], [(1, 99)], 99, [1]) for _ in range(ANSWER_LENGTH)),
+    ]:
         for _, emitted in outcome.emitted:
             tokens.setdefault(emitted.choice, []).append(emitted.pick.token)
     return tokens
@@ -253,14 +258,16 @@ def test_resumed_group_survives_the_end_of_the_choice_with_a_cached_answer() -> 
     """The choice ends before a step computes any token of the group, as when its grammar is still being compiled. The page with the
     prompt's end also holds that answer's first tokens, which no other choice shares."""
     prompt_tokens, engine = prompt(1, 10), tiny.engine("llama", 4)
-    expected = drive(engine, [tiny.group(1, prompt_tokens, COUNT, SEEDED, choices=3)], Traffic()).tokens
-    again = tiny.group(1, prompt_tokens, COUNT, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)])
+    expected = drive(engine, [tiny.group(1, prompt_tokens, ANSWER_LENGTH, SEEDED, choices=3)], Traffic()).tokens
+    again = tiny.group(
+        1, prompt_tokens, ANSWER_LENGTH, SEEDED, continuations=[(choice, expected[1, choice][:4]) for choice in range(3)]
+    )
     engine.prefill(1, [again], [], 99, [])
     assert again.sequences[0].computed == 12
     engine.end([(1, 0)])
     assert again.sequences[0].computed == 8
     assert remaining_tokens(engine) == {choice: expected[1, choice][4:] for choice in (1, 2)}
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 # Computed once
@@ -297,27 +304,27 @@ def test_ten_identical_prompts_get_transformers_tokens_from_one_computation() ->
     prompt_tokens = prompt(1, 64)
     engine = tiny.engine("llama")
     outcome = engine.prefill(
-        1, [tiny.group(uid, prompt_tokens, COUNT) for uid in range(10)], [(uid, 99) for uid in range(10)], 999, []
+        1, [tiny.group(uid, prompt_tokens, ANSWER_LENGTH) for uid in range(10)], [(uid, 99) for uid in range(10)], 999, []
     )
     assert outcome.prompt_tokens == 64 + 9 * 16
     tokens = [[emitted.pick.token] for _, emitted in outcome.emitted]
-    for _ in range(COUNT - 1):
+    for _ in range(ANSWER_LENGTH - 1):
         for uid, emitted in engine.decode([1]).emitted:
             tokens[uid].append(emitted.pick.token)
-    assert tokens == tiny.greedy("llama", (prompt_tokens,), COUNT) * 10
-    assert at_rest(engine)
+    assert tokens == tiny.greedy("llama", (prompt_tokens,), ANSWER_LENGTH) * 10
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_second_turn_of_a_chat_recomputes_less_than_a_page(page_size: int) -> None:
     engine = tiny.engine("qwen3", page_size)
     prompt_tokens = prompt(1, 33)
-    answer = drive(engine, [tiny.group(1, prompt_tokens, COUNT)], Traffic()).answers[1]
+    answer = drive(engine, [tiny.group(1, prompt_tokens, ANSWER_LENGTH)], Traffic()).answers[1]
     second = (*prompt_tokens, *answer, *prompt(2, 9))
-    results = drive(engine, [tiny.group(2, second, COUNT)], Traffic(arrivals=1))
-    computed = len(prompt_tokens) + COUNT - 1  # the last token of an answer is never computed
+    results = drive(engine, [tiny.group(2, second, ANSWER_LENGTH)], Traffic(arrivals=1))
+    computed = len(prompt_tokens) + ANSWER_LENGTH - 1  # the last token of an answer is never computed
     assert results.cached == computed // page_size * page_size
-    assert results.answers[2] == tiny.greedy("qwen3", (second,), COUNT)[0]
+    assert results.answers[2] == tiny.greedy("qwen3", (second,), ANSWER_LENGTH)[0]
 
 
 def test_nothing_is_shared_across_cache_keys_or_without_prefix_caching() -> None:
@@ -336,7 +343,7 @@ def test_clear_empties_the_prefix_cache() -> None:
     engine.prefill(1, [tiny.group(1, prompt(1, 33), 1), tiny.group(2, prompt(2, 33), 9)], [(1, 99), (2, 99)], 99, [])
     assert engine.pool.cached == 2
     engine.clear()
-    assert at_rest(engine)
+    assert all_pages_free(engine)
     assert engine.pool.cached == 0
     assert engine.prefill(1, [tiny.group(1, prompt(1, 33), 1)], [(1, 99)], 99, []).cached_tokens == 0
 

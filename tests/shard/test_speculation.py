@@ -16,7 +16,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import configurations, tiny
 from penstock.tests.shard.driver import UNLIMITED, Results, Traffic, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 from penstock.tests.shard.test_sharing import pages_of_largest_group
 
 COUNT = 18
@@ -104,7 +104,7 @@ def test_drafts_change_no_token(proposer: str, drafts: int, page_size: int, chun
     assert results.drafted > 0
     assert results.accepted > 0 or proposer == "lookup"  # these answers hardly repeat themselves
     assert results.pauses
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def set_proposer(engine: Engine, name: str, plain: Results) -> None:
@@ -138,9 +138,9 @@ def test_two_ranks_draft_and_accept_alike() -> None:
     plain = plain_results()
 
     def work(ranks: Ranks) -> Results:
-        return drive(tiny.engine_of("llama", ranks, 4, 200), sample_groups(4), Traffic(16, pause=0.03), seed=5)
+        return drive(tiny.rank_engine("llama", ranks, 4, 200), sample_groups(4), Traffic(16, pause=0.03), seed=5)
 
-    results, other_rank = tiny.Threads().run(work)
+    results, other_rank = tiny.ThreadedRanks().run(work)
     assert results.tokens == other_rank.tokens == plain.tokens
     assert results.accepted == other_rank.accepted
     assert results.drafted == other_rank.drafted > 0

@@ -28,9 +28,9 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Results, Traffic, drive
+from penstock.tests.shard.test_against_transformers import all_pages_free
 from penstock.tests.shard.test_drafter import with_free_drafts
 from penstock.tests.shard.test_grammar import DEMO, END, VOCABULARY, allowed, regex
-from penstock.tests.shard.test_oracle import at_rest
 
 RECORD = {
     "type": "object",
@@ -167,7 +167,7 @@ def test_drafts_change_no_token_of_grammar_groups(name: str, drafts: int, page_s
     assert results.drafted > 0
     assert results.accepted > 100 or name == "lookup"
     assert results.pauses
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_all_drafts_are_accepted_if_the_proposer_is_always_right() -> None:
@@ -199,13 +199,13 @@ def test_rank_without_masks_keeps_the_same_bookkeeping() -> None:
     """Only rank 0 has masks."""
 
     def work(ranks: Ranks) -> Results:
-        engine = tiny.engine_of("words", ranks, 4, 400)
+        engine = tiny.rank_engine("words", ranks, 4, 400)
         if not ranks.rank:
             with_masks(engine)
         engine.speculator.proposer = OracleProposer(plain_results().tokens, 0.8, 4)
         return drive(engine, grammar_groups(9), Traffic(16, pause=0.03), seed=5)
 
-    results, other_rank = tiny.Threads().run(work)
+    results, other_rank = tiny.ThreadedRanks().run(work)
     check_results(results, plain_results())
     assert (results.tokens, results.finishes, list(results.failed)) == (
         other_rank.tokens,

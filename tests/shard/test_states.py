@@ -18,8 +18,8 @@ from penstock.tests.shard import tiny
 from penstock.tests.shard.audited_engine import KEPT, VOCABULARY, AuditedEngine, FakeCache
 from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
 from penstock.tests.shard.driver import UNLIMITED, Traffic, drive
+from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompt
 from penstock.tests.shard.test_flight import drive_overlapped, pages_of_largest, random_groups_with_beams
-from penstock.tests.shard.test_oracle import COUNT, at_rest, prompt
 
 SEQUENCES = 96  # the most sequences of random_groups_with_beams
 
@@ -176,11 +176,11 @@ def sample_groups() -> list[Group]:
     for uid in range(12):
         tokens = (*stem[: (0, 17, 33, 40)[uid % 4]], *prompt(uid, 5 + uid * 3))
         if uid % 5 == 0:
-            groups.append(tiny.group(uid, tokens, COUNT, search=Search(3, 2)))
+            groups.append(tiny.group(uid, tokens, ANSWER_LENGTH, search=Search(3, 2)))
         elif uid % 5 == 1:
-            groups.append(tiny.group(uid, tokens, COUNT, Sampling(temperature=0.8, seed=uid), choices=3))
+            groups.append(tiny.group(uid, tokens, ANSWER_LENGTH, Sampling(temperature=0.8, seed=uid), choices=3))
         else:
-            groups.append(tiny.group(uid, tokens, COUNT))
+            groups.append(tiny.group(uid, tokens, ANSWER_LENGTH))
     return groups
 
 
@@ -199,12 +199,12 @@ def test_tokens_of_real_models_are_the_same_with_cached_states(
     monkeypatch.setattr(prompts, "WORTH", 8)
     expected = drive(tiny.engine(name, 16, 2000, prefix_caching=False), sample_groups(), Traffic(arrivals=1)).tokens
     for group in sample_groups()[2:5]:
-        assert [expected[group.uid, 0]] == tiny.greedy(name, (tuple(group.sequences[0].tokens),), COUNT)
+        assert [expected[group.uid, 0]] == tiny.greedy(name, (tuple(group.sequences[0].tokens),), ANSWER_LENGTH)
     engine = tiny.engine(name, size, 1200 // size, ahead=True)
     results, _ = drive_overlapped(engine, sample_groups(), traffic, seed=size)
     assert (results.failed, results.tokens) == ({}, expected)
     assert results.cached > 0
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

@@ -1,4 +1,5 @@
-"""Step 3.7 Flash: its text, as transformers saves it and as its hub's config.json describes it."""
+"""Step 3.7 Flash's text: logits and tokens against transformers, for checkpoints in both layouts, and the fields of the hub's
+config.json."""
 
 import json
 import shutil
@@ -21,10 +22,10 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.weights import Weights
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import Traffic, drive
-from penstock.tests.shard.test_oracle import Bench, close, prompt
-from penstock.tests.shard.test_weights import WEIGHTS, decoder, same
+from penstock.tests.shard.test_against_transformers import SpanRunner, assert_logits_close, prompt
+from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
-KINDS = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+LAYER_TYPES = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 TEXT: dict[str, Any] = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -40,7 +41,7 @@ TEXT: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "sliding_window": 8,
     "max_position_embeddings": 512,
-    "layer_types": KINDS,
+    "layer_types": LAYER_TYPES,
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "swiglu_limits": [0, 0, 0.3, 0.5],
     "swiglu_limits_shared": [0.4, 0, 0.2, None],
@@ -56,8 +57,8 @@ TEXT: dict[str, Any] = {
 }
 VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 ARCHITECTURE = {"architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7"}
-# As the hub has it, but for its sizes.
-HUB: dict[str, Any] = {
+# Fields of the hub's config.json.
+HUB_TEXT_CONFIG: dict[str, Any] = {
     "model_type": "step3p5",
     "architectures": ["Step3p5ForCausalLM"],
     "num_hidden_layers": 45,
@@ -96,16 +97,16 @@ HUB: dict[str, Any] = {
 }
 
 
-def hub(**more: Any) -> Shape:
-    return shape(ARCHITECTURE | {"text_config": HUB | more})
+def hub_shape(**more: Any) -> Shape:
+    return shape(ARCHITECTURE | {"text_config": HUB_TEXT_CONFIG | more})
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
-    """transformers' model, saved in the original format and in its own."""
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
+    """transformers' model, and the folders where it is saved in the original format and in transformers' own."""
     torch.manual_seed(3)
     config = transformers.Step3p7Config(text_config=TEXT, vision_config=VISION, image_token_id=7)
-    with tiny.MAKING:
+    with tiny.MODEL_LOCK:
         model = transformers.Step3p7ForConditionalGeneration(config).eval()
         with torch.no_grad():
             for key, values in (*model.named_parameters(), *model.named_buffers()):
@@ -118,50 +119,50 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
 
 
 @torch.inference_mode()
-def expected(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
-    found: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
-    return found
+def reference_logits(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
+    return logits
 
 
-def test_logits_are_transformers(made: tuple[Any, Path, Path]) -> None:
-    """In chunks, longer than a window."""
-    model, folder, own = made
-    bench, tokens = Bench("llama", 4), prompt(3, 60)
-    bench.engine = load(ShardConfig(folder=str(folder), model="m", page_size=4), lambda stage: None)
-    bench.engine.resize(64)
-    sequence = bench.start(tokens[:23])
-    found = bench.run([step.Span(sequence, 23, tokens[23:], wanted=37)])
-    close(found, expected(model, tokens)[23:])
-    same(decoder(own), decoder(folder))
-    names = safetensors.torch.load_file(folder / WEIGHTS).keys() | safetensors.torch.load_file(own / WEIGHTS).keys()
+def test_logits_in_chunks_equal_transformers_in_both_checkpoint_layouts(saved_model: tuple[Any, Path, Path]) -> None:
+    """In two chunks, longer than the sliding window."""
+    model, folder, transformers_folder = saved_model
+    runner, tokens = SpanRunner("llama", 4), prompt(3, 60)
+    runner.engine = load(ShardConfig(folder=str(folder), model="m", page_size=4), lambda stage: None)
+    runner.engine.resize(64)
+    sequence = runner.start(tokens[:23])
+    found = runner.run([step.Span(sequence, 23, tokens[23:], wanted=37)])
+    assert_logits_close(found, reference_logits(model, tokens)[23:])
+    assert_same_weights(load_decoder(transformers_folder), load_decoder(folder))
+    names = safetensors.torch.load_file(folder / WEIGHTS).keys() | safetensors.torch.load_file(transformers_folder / WEIGHTS).keys()
     assert {"model.layers.1.moe.gate_proj.weight", "model.language_model.layers.1.mlp.experts.gate_up_proj"} <= names
 
 
-def test_two_ranks_and_many_requests(made: tuple[Any, Path, Path]) -> None:
-    """Give transformers' tokens."""
-    model, folder, _ = made
-    asked = [prompt(seed, 3 + 7 * seed) for seed in range(6)]
+def test_tokens_of_two_ranks_equal_transformers(saved_model: tuple[Any, Path, Path]) -> None:
+    """Six requests, some of them preempted."""
+    model, folder, _ = saved_model
+    prompts = [prompt(seed, 3 + 7 * seed) for seed in range(6)]
 
     def work(rank: Ranks) -> Any:
         weights = Weights(folder, torch.float32, tiny.CPU, lambda read: None)
         engine = Engine(Decoder(shape(json.loads((folder / "config.json").read_text())), weights, rank, tiny.CPU), tiny.CPU, 4)
         engine.resize(64)
-        return drive(engine, [tiny.group(uid, tokens, 5) for uid, tokens in enumerate(asked)], Traffic(7, pause=0.1)).tokens
+        return drive(engine, [tiny.group(uid, tokens, 5) for uid, tokens in enumerate(prompts)], Traffic(7, pause=0.1)).tokens
 
-    first, second = tiny.Threads(2).run(work)
+    first, second = tiny.ThreadedRanks(2).run(work)
     assert first == second
-    for uid, tokens in enumerate(asked):
+    for uid, tokens in enumerate(prompts):
         row = list(tokens)
         for _ in range(5):
-            row.append(int(expected(model, tuple(row))[-1].argmax()))
+            row.append(int(reference_logits(model, tuple(row))[-1].argmax()))
         assert first[uid, 0] == row[len(tokens) :]
 
 
-def test_the_hubs_words_are_transformers() -> None:
-    """196 billion parameters, 11 of them for a token."""
-    found = hub()
-    written = transformers.Step3p7TextConfig(**HUB).to_dict()
-    assert found == shape(ARCHITECTURE | {"text_config": written})
+def test_the_hubs_config_fields_are_read_like_those_of_transformers() -> None:
+    """196 billion parameters, 11 of them active for a token."""
+    found = hub_shape()
+    saved_config = transformers.Step3p7TextConfig(**HUB_TEXT_CONFIG).to_dict()
+    assert found == shape(ARCHITECTURE | {"text_config": saved_config})
     assert found.parameters() / 1e9 == pytest.approx(196.9, abs=0.5)
     assert found.parameters(tokens=1) / 1e9 == pytest.approx(11.5, abs=0.5)
     assert (found.asking(0), found.asking(512), found.keys(0).heads) == (64, 96, 8)
@@ -186,15 +187,15 @@ def test_the_hubs_words_are_transformers() -> None:
         ({"layer_types": ["full_attention"] * 46}, "layer_types .*, a name for each of num_hidden_layers"),
     ],
 )
-def test_what_is_refused(field: dict[str, Any], words: str) -> None:
+def test_unsupported_or_invalid_config_is_refused_by_field_name(field: dict[str, Any], words: str) -> None:
     with pytest.raises(Unsupported, match=words):
-        hub(**field)
+        hub_shape(**field)
 
 
-def test_experts_of_few_bits_are_refused(made: tuple[Any, Path, Path], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made[1], tmp_path / "few"))
+def test_quantized_experts_in_one_tensor_are_refused(saved_model: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved_model[1], tmp_path / "few"))
     stored = safetensors.torch.load_file(folder / WEIGHTS)
     stored["model.layers.1.moe.gate_proj.weight_scale_inv"] = torch.ones(8, 1, 1)
     safetensors.torch.save_file(stored, folder / WEIGHTS)
     with pytest.raises(Unsupported, match="says that experts that are all in one tensor have few bits"):
-        decoder(folder)
+        load_decoder(folder)

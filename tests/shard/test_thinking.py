@@ -10,7 +10,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.sequence import Group, Sampling, Thinking
 from penstock.tests.shard import tiny
 from penstock.tests.shard.driver import OverlappingEngine, Results, Traffic, drive
-from penstock.tests.shard.test_oracle import at_rest, prompt
+from penstock.tests.shard.test_against_transformers import all_pages_free, prompt
 
 END, BEGIN, COUNT = 7, 9, 24
 SAMPLINGS = [
@@ -86,7 +86,7 @@ def test_thinking_tokens_are_the_same_with_pauses_chunks_and_overlapped_steps(ah
     assert results.pauses
     assert (results.tokens, results.failed) == (undisturbed.tokens, {})
     engine.land()
-    assert at_rest(engine)
+    assert all_pages_free(engine)
 
 
 def test_thinking_tokens_outside_the_vocabulary_are_refused() -> None:

@@ -13,7 +13,7 @@ from penstock.shard.engine import Engine
 from penstock.shard.sequence import Sequence
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny
-from penstock.tests.shard.test_oracle import prompt
+from penstock.tests.shard.test_against_transformers import prompt
 from penstock.tests.shard.test_tree import path_to, random_tree
 
 PROMPT = prompt(5, 19)

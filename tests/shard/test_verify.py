@@ -23,7 +23,16 @@ from penstock.shard.decoding.strategy import Finish
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft, DraftToken, TokensView, VerificationRule, deterministic_draft
 from penstock.shard.sequence import Group, Sampling, Thinking
-from penstock.tests.shard.toy import Toy, exact, g_test, group, next_token, plainly, seeded, speculate
+from penstock.tests.shard.toy import (
+    TableModel,
+    exact_distribution,
+    g_test,
+    group,
+    next_token_distribution,
+    sample_plainly,
+    seeded_groups,
+    speculate,
+)
 
 Answers = list[list[tuple[Pick, Finish]]]
 
@@ -32,8 +41,8 @@ FEWER = 5_000  # requests for a distribution much like another that is tested
 SOME = 3_000  # requests that reveal a small fault
 FEW = 1_000  # requests that reveal a large fault
 FAIR, FAULTY = 1e-3, 1e-6  # p values: above the first the distribution is right, below the second it is wrong
-TARGET = Toy(4, 10)
-DRAFT = TARGET.near(20, 1.2)
+TARGET = TableModel(4, 10)
+DRAFT = TARGET.perturbed(20, 1.2)
 FILTERED = Sampling(temperature=0.8, top_p=0.95, min_p=0.02, frequency_penalty=0.4, repetition_penalty=1.2, bias=((2, 0.3),))
 PLAIN = Sampling(temperature=1.1)
 CHAIN, PAIRS, TREE = LayeredTree((1, 1)), LayeredTree((2, 2)), LayeredTree((3, 2))
@@ -72,7 +81,7 @@ class RandomTreeProposer:
         return merge(trees).cut(min(self._nodes, one.nodes))
 
 
-WIDE = Toy(40, 3)
+WIDE = TableModel(40, 3)
 LONGEST = 17
 
 
@@ -105,7 +114,7 @@ def requests(count: int, seed: int) -> list[Group]:
 @functools.cache
 def expected() -> Answers:
     """The answers of plain sampling to these requests."""
-    return plainly(WIDE, requests(200, 5), LONGEST)
+    return sample_plainly(WIDE, requests(200, 5), LONGEST)
 
 
 def same_answers(found: Answers, wanted: Answers) -> bool:
@@ -122,7 +131,7 @@ def same_answers(found: Answers, wanted: Answers) -> bool:
 
 
 def proposers() -> dict[str, Proposer]:
-    near = WIDE.near(4, 0.7)
+    near = WIDE.perturbed(4, 0.7)
     return {
         "wild": RandomTreeProposer(1),
         "chain": Drafting(near, LayeredTree((1,) * 5)),
@@ -144,7 +153,7 @@ def test_gumbel_speculation_gives_the_tokens_of_plain_sampling(name: str) -> Non
         VerificationRule.GUMBEL,
         LONGEST,
         nodes=lambda uid: uid % 14,
-        told=lambda nodes, accepted: accepted_counts.append(accepted),
+        record=lambda nodes, accepted: accepted_counts.append(accepted),
     )
     assert same_answers(found, expected())
     assert {own[-1][1] for own in found} == {Finish.END, Finish.LENGTH}
@@ -179,14 +188,14 @@ def test_every_rule_is_greedy_at_temperature_0(rule: VerificationRule) -> None:
     groups = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(100, 6)]
     equal_groups = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(100, 6)]
     assert same_answers(
-        speculate(WIDE, groups, Drafting(WIDE.near(4, 0.7), LayeredTree((3, 2, 1)), rule), rule, 17),
-        plainly(WIDE, equal_groups, 17),
+        speculate(WIDE, groups, Drafting(WIDE.perturbed(4, 0.7), LayeredTree((3, 2, 1)), rule), rule, 17),
+        sample_plainly(WIDE, equal_groups, 17),
     )
 
 
 def test_rejection_without_drafts_is_plain_sampling() -> None:
     found = speculate(WIDE, requests(100, 7), RandomTreeProposer(1, nodes=0), VerificationRule.REJECTION, 17)
-    assert same_answers(found, plainly(WIDE, requests(100, 7), 17))
+    assert same_answers(found, sample_plainly(WIDE, requests(100, 7), 17))
 
 
 @pytest.mark.parametrize("rule", [VerificationRule.GUMBEL, VerificationRule.REJECTION])
@@ -197,7 +206,7 @@ def test_all_drafts_are_accepted_if_the_target_is_the_draft_model(rule: Verifica
     sampled = [one for one in requests(120, 8) if one.sampling.temperature > 0 or rule is VerificationRule.GUMBEL]
     groups = [replace(one, end_ids=frozenset(), max_new_tokens=40) for one in sampled]
     proposer = Drafting(WIDE, LayeredTree((1,) * count), rule)
-    speculate(WIDE, groups, proposer, rule, 30, told=lambda nodes, accepted: accepted_counts.append((nodes, accepted)))
+    speculate(WIDE, groups, proposer, rule, 30, record=lambda nodes, accepted: accepted_counts.append((nodes, accepted)))
     assert len(accepted_counts) > 400
     assert all(accepted == nodes == count for nodes, accepted in accepted_counts)
 
@@ -205,9 +214,9 @@ def test_all_drafts_are_accepted_if_the_target_is_the_draft_model(rule: Verifica
 # The joint distribution of three tokens
 
 
-def p_value(shape: LayeredTree, rule: VerificationRule, sampling: Sampling, count: int, model: Toy = DRAFT) -> float:
-    answers = speculate(TARGET, seeded(sampling, count, 9), Drafting(model, shape, rule), rule, 3)
-    return g_test(answers, exact(TARGET, sampling, 3))
+def p_value(shape: LayeredTree, rule: VerificationRule, sampling: Sampling, count: int, model: TableModel = DRAFT) -> float:
+    answers = speculate(TARGET, seeded_groups(sampling, count, 9), Drafting(model, shape, rule), rule, 3)
+    return g_test(answers, exact_distribution(TARGET, sampling, 3))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +248,7 @@ class ConstantProposer:
 def test_deterministic_drafts_keep_the_distribution_with_rejection(proposer: Proposer, min_accepted: int) -> None:
     """Deterministic drafts: the proposal's distribution is all on one token."""
     text = (0, 1, 2, 0, 1, 3, 0, 1, 1, 0, 1)
-    groups = [replace(one, sequences=group(0, PLAIN, 9, text).sequences) for one in seeded(PLAIN, FEWER, 9)]
+    groups = [replace(one, sequences=group(0, PLAIN, 9, text).sequences) for one in seeded_groups(PLAIN, FEWER, 9)]
     accepted_counts: list[int] = []
     answers = speculate(
         TARGET,
@@ -251,12 +260,12 @@ def test_deterministic_drafts_keep_the_distribution_with_rejection(proposer: Pro
         lambda nodes, accepted: accepted_counts.append(accepted),
     )
     assert sum(accepted_counts) > min_accepted
-    assert g_test(answers, exact(TARGET, PLAIN, 3, text)) > FAIR
+    assert g_test(answers, exact_distribution(TARGET, PLAIN, 3, text)) > FAIR
 
 
 def test_tested_draft_trees_contain_repeated_siblings() -> None:
     """In the trees tested here siblings are sampled repeatedly, and the tree has one node for each token."""
-    groups = seeded(PLAIN, 200, 9)
+    groups = seeded_groups(PLAIN, 200, 9)
     draft_requests = [DraftRequest(one, one.sequences[0], 127, 8) for one in groups]
     drafts = [
         one for shape in (PAIRS, TREE) for one in Drafting(DRAFT, shape, VerificationRule.REJECTION).propose(draft_requests).drafts
@@ -359,7 +368,9 @@ def first_acceptance_rate(width: int, rule: VerificationRule) -> float:
     """How often one of `width` drafts of the first token is accepted."""
     accepted_counts: list[int] = []
     proposer = Drafting(DRAFT, LayeredTree((width,)), rule)
-    speculate(TARGET, seeded(PLAIN, SOME, 9), proposer, rule, 1, told=lambda nodes, accepted: accepted_counts.append(accepted))
+    speculate(
+        TARGET, seeded_groups(PLAIN, SOME, 9), proposer, rule, 1, record=lambda nodes, accepted: accepted_counts.append(accepted)
+    )
     return sum(accepted_counts) / len(accepted_counts)
 
 
@@ -369,8 +380,8 @@ def test_acceptance_rates_of_one_draft_of_three_drafts_and_of_gumbel() -> None:
         "three": first_acceptance_rate(3, VerificationRule.REJECTION),
         "gumbel": first_acceptance_rate(1, VerificationRule.GUMBEL),
     }
-    p = next_token(TARGET, PLAIN, (1, 1), 2)
-    q = next_token(DRAFT, PLAIN, (1, 1), 2)
+    p = next_token_distribution(TARGET, PLAIN, (1, 1), 2)
+    q = next_token_distribution(DRAFT, PLAIN, (1, 1), 2)
     common = float(numpy.minimum(p, q).sum())  # 1 - total variation distance
     assert found["one"] == pytest.approx(common, abs=0.03)
     assert found["three"] > common + 0.03
@@ -383,12 +394,12 @@ def test_acceptance_rates_of_one_draft_of_three_drafts_and_of_gumbel() -> None:
 def test_rejection_reports_the_requested_kind_of_logprobs() -> None:
     for final in (False, True):
         sampling = replace(FILTERED, final_logprobs=final)
-        groups = seeded(sampling, 300, 9)
+        groups = seeded_groups(sampling, 300, 9)
         answers = speculate(TARGET, groups, Drafting(DRAFT, TREE, VerificationRule.REJECTION), VerificationRule.REJECTION, 4)
         for own, one in zip(answers, groups, strict=True):
             text = list(one.sequences[0].tokens[:3])
             for pick, _ in own:
-                wanted = next_token(TARGET, sampling if final else Sampling(temperature=1.0), text, 3)
+                wanted = next_token_distribution(TARGET, sampling if final else Sampling(temperature=1.0), text, 3)
                 assert pick.logprob == pytest.approx(float(numpy.log(wanted[pick.token])), abs=1e-4)
                 text.append(pick.token)
 
@@ -470,7 +481,7 @@ def test_non_finite_logits_matter_only_on_the_accepted_path(rule: VerificationRu
 
 def test_rejection_respects_the_grammar_mask() -> None:
     """Tokens that the mask forbids are neither accepted nor sampled."""
-    groups = seeded(PLAIN, 500, 9)
+    groups = seeded_groups(PLAIN, 500, 9)
     draft_requests = [DraftRequest(one, one.sequences[0], 127, 8) for one in groups]
     proposed = Drafting(DRAFT, LayeredTree((3,)), VerificationRule.REJECTION).propose(draft_requests)
     rows, ends = [], []
@@ -479,7 +490,7 @@ def test_rejection_respects_the_grammar_mask() -> None:
         rows += own
         ends += [line.tokens[-2:] for line in own]
     mask = torch.full((len(rows), 1), 0b0110, dtype=torch.int32)
-    picks = verify.pick(TARGET.after(ends), rows, proposed.drafts, VerificationRule.REJECTION, mask, proposed.probabilities)
+    picks = verify.pick(TARGET.logits_after(ends), rows, proposed.drafts, VerificationRule.REJECTION, mask, proposed.probabilities)
     assert {pick.token for pick in picks if pick} == {1, 2}
 
 

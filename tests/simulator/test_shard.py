@@ -1,4 +1,6 @@
-"""The shard that only counts, against one that keeps every sequence for itself, and its books."""
+"""The simulated shard, which only counts, compared with a reference that models each sequence by itself; and its page
+bookkeeping.
+"""
 
 import random
 from dataclasses import dataclass, field
@@ -9,32 +11,32 @@ from penstock.simulator.shard import Asked, IntegerShard, Outcome
 
 
 @dataclass
-class Sequence:
-    """A choice of the plain model: nothing cached, nothing shared but a group's own prompt."""
+class ReferenceSequence:
+    """A choice in the reference: nothing is cached, and only the group's own prompt is shared."""
 
     limit: int
-    target: int  # tokens before it decodes
+    target: int  # tokens to compute before it decodes
     computed: int
     ended: bool = False
 
 
 @dataclass
-class Plain:
-    """A group, computed token by token."""
+class ReferenceGroup:
+    """A group in the reference, computed token by token."""
 
     asked: Asked
-    prompt: int = 0  # computed tokens of it
+    prompt: int = 0  # computed prompt tokens
     decodes: bool = False
-    sequences: dict[int, Sequence] = field(default_factory=dict)
+    sequences: dict[int, ReferenceSequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         generated = dict(self.asked.continuations) or dict.fromkeys(range(self.asked.choices), 1)
         for choice, count in generated.items():
             target = self.asked.prompt + count - 1
-            self.sequences[choice] = Sequence(self.asked.limit(choice), target, 0)
+            self.sequences[choice] = ReferenceSequence(self.asked.limit(choice), target, 0)
 
     @property
-    def live(self) -> list[Sequence]:
+    def live(self) -> list[ReferenceSequence]:
         return [sequence for sequence in self.sequences.values() if not sequence.ended]
 
     @property
@@ -43,7 +45,7 @@ class Plain:
         return prompt - self.prompt + sum(each.target - max(prompt, each.computed) for each in self.live if not self.decodes)
 
     def pages(self, size: int, ahead: int) -> int:
-        """Pages held; with `ahead`, when every sequence is so many tokens further, once the prompt is through."""
+        """Pages held; with `ahead`, when the prompt is computed and every sequence has so many more tokens."""
         full, last = self.asked.prompt // size, self.asked.prompt + self.asked.most - 1
         if not ahead and self.prompt < self.asked.prompt:
             return -(-self.prompt // size)
@@ -64,7 +66,7 @@ class Plain:
         return used
 
     def first(self) -> bool:
-        """Whether it begins to decode now."""
+        """Whether the group begins to decode now."""
         if self.decodes or self.lacking:
             return False
         self.decodes = True
@@ -73,22 +75,22 @@ class Plain:
         return True
 
 
-class World:
-    """Random commands for both."""
+class RandomCommands:
+    """Random commands for the simulated shard and the reference."""
 
     def __init__(self, seed: int, caching: bool) -> None:
         self.random = random.Random(seed)
         self.size = self.random.choice((1, 2, 3, 4, 16))
         self.pages = 4000
         self.shard = IntegerShard(self.pages, self.size, caching)
-        self.groups: dict[int, Plain] = {}
+        self.groups: dict[int, ReferenceGroup] = {}
         self.asked: dict[int, Asked] = {}
         self.paused: dict[int, tuple[tuple[int, int], ...]] = {}
         self.standing: dict[int, tuple[int, int, int]] = {}
         self.uid = 0
 
     def join(self) -> list[Asked]:
-        """New groups, and some that were paused."""
+        """New groups, and some of the paused ones."""
         joining = []
         for uid in [uid for uid in self.paused if self.random.random() < 0.4]:
             old = self.asked[uid]
@@ -104,11 +106,11 @@ class World:
             joining.append(Asked(uid=self.uid, prompt=prompt, most=most, choices=choices, ends_at=ends_at, prefix=names))
         for asked in joining:
             self.asked[asked.uid] = asked
-            self.groups[asked.uid] = Plain(asked)
+            self.groups[asked.uid] = ReferenceGroup(asked)
         return joining
 
     def act(self) -> tuple[Outcome | None, int, int, list[tuple[int, int]]]:
-        """One command. Returns what the shard did, and tokens of prompts, decodes, and ends by the plain model."""
+        """One command. Returns the shard's outcome, and the reference's prompt tokens, decodes and ended choices."""
         if self.random.random() < 0.15:
             self.filter()
             return None, 0, 0, []
@@ -138,13 +140,13 @@ class World:
             (group.asked.uid, choice)
             for group in running + began
             for choice, each in group.sequences.items()
-            if each.ended and (group.asked.uid, choice) not in self.gone
+            if each.ended and (group.asked.uid, choice) not in self.finished_choices
         ]
-        self.gone.update(finished)
+        self.finished_choices.update(finished)
         self.groups = {uid: group for uid, group in self.groups.items() if group.live}
         return tokens - left if chunks else 0, decodes, finished
 
-    gone: set[tuple[int, int]]
+    finished_choices: set[tuple[int, int]]
 
     def filter(self) -> None:
         groups = list(self.groups)
@@ -162,7 +164,7 @@ class World:
         for uid, choice in end:
             if uid in self.groups:
                 self.groups[uid].sequences[choice].ended = True
-                self.gone.add((uid, choice))
+                self.finished_choices.add((uid, choice))
         self.groups = {uid: group for uid, group in self.groups.items() if group.live}
         assert [uid for uid, _, _ in released.paused] == [uid for uid in pause if uid in self.groups]
         for uid, grow, lacking in released.paused:
@@ -175,72 +177,73 @@ class World:
             )
             self.paused[uid] = released.continuations[uid]
             assert released.continuations[uid] == continuations
-            again = Plain(group.asked)
+            again = ReferenceGroup(group.asked)
             again.sequences = {
-                c: Sequence(e.limit, max(e.target, e.computed), 0) for c, e in group.sequences.items() if not e.ended
+                c: ReferenceSequence(e.limit, max(e.target, e.computed), 0) for c, e in group.sequences.items() if not e.ended
             }
             assert lacking == again.lacking
             assert grow == again.pages(self.size, 2)
 
 
 @pytest.mark.parametrize("seed", range(75))
-def test_it_counts_like_a_plain_model(seed: int) -> None:
-    """Without a cache, everything can be said of each sequence alone."""
-    world = World(seed, caching=False)
-    world.gone = set()
+def test_shard_counts_tokens_and_pages_like_the_reference_without_prefix_caching(seed: int) -> None:
+    """Without a prefix cache, all counts follow from each sequence alone."""
+    traffic = RandomCommands(seed, caching=False)
+    traffic.finished_choices = set()
     for _ in range(120):
-        outcome, prompt_tokens, decodes, finished = world.act()
-        world.shard.audit()
+        outcome, prompt_tokens, decodes, finished = traffic.act()
+        traffic.shard.audit()
         if outcome is None:
             continue
         assert (outcome.prompt_tokens, outcome.decode_tokens) == (prompt_tokens, decodes)
         assert sorted(outcome.finished) == sorted(finished)
         for uid, *standing in zip(outcome.uids, outcome.held, outcome.grow, outcome.lacking, strict=True):
-            world.standing[uid] = tuple(standing)
-        for uid, group in world.groups.items():
-            held, lacking = group.pages(world.size, 0), group.lacking
-            assert world.standing[uid] == (held, group.pages(world.size, 2) - held, lacking), uid
-        assert outcome.free == world.pages - sum(group.pages(world.size, 0) for group in world.groups.values())
+            traffic.standing[uid] = tuple(standing)
+        for uid, group in traffic.groups.items():
+            held, lacking = group.pages(traffic.size, 0), group.lacking
+            assert traffic.standing[uid] == (held, group.pages(traffic.size, 2) - held, lacking), uid
+        assert outcome.free == traffic.pages - sum(group.pages(traffic.size, 0) for group in traffic.groups.values())
 
 
 @pytest.mark.parametrize("seed", range(75))
-def test_the_books_are_right_with_a_cache(seed: int) -> None:
-    """Whatever is shared, evicted and restored: pages are counted once, `grow` is a bound, and in the end all come back."""
-    random_ = random.Random(seed)
-    world = World(seed, caching=True)
-    world.gone = set()
-    world.pages = random_.choice((60, 150, 600))
-    world.shard = shard = IntegerShard(world.pages, world.size)
+def test_page_counts_and_growth_bounds_hold_with_prefix_caching(seed: int) -> None:
+    """Whatever is shared, evicted and restored: pages are counted once, `grow` is an upper bound, and in the end all pages are
+    free."""
+    rng = random.Random(seed)
+    traffic = RandomCommands(seed, caching=True)
+    traffic.finished_choices = set()
+    traffic.pages = rng.choice((60, 150, 600))
+    traffic.shard = shard = IntegerShard(traffic.pages, traffic.size)
     bounds: dict[int, list[int]] = {}
     for _ in range(200):
-        # The router's part: no step unless all growth fits. Groups beyond that are dropped.
+        # As the router: no step unless all growth fits. Groups that don't fit are dropped.
         while shard.groups and sum(group.grow for group in shard.groups.values()) > shard.free:
             shard.filter(drop=[next(reversed(shard.groups))])
         fits = shard.free - sum(group.grow for group in shard.groups.values())
         new = []
-        for asked in world.join():
+        for asked in traffic.join():
             fits -= shard._needs(asked, tuple(asked.continuations))[1]
             if fits >= 0:
                 new.append(asked)
-        world.paused.clear()
+        traffic.paused.clear()
         lacking = [group.asked.uid for group in shard.groups.values() if group.lacking]
-        chunks = [(uid, random_.choice((1, 5, 100))) for uid in [*lacking, *(asked.uid for asked in new)]]
-        decode = not chunks or random_.random() < 0.7
-        outcome = shard.prefill(new, chunks, random_.choice((1, 7, 50)), decode) if chunks else shard.decode()
+        chunks = [(uid, rng.choice((1, 5, 100))) for uid in [*lacking, *(asked.uid for asked in new)]]
+        decode = not chunks or rng.random() < 0.7
+        outcome = shard.prefill(new, chunks, rng.choice((1, 7, 50)), decode) if chunks else shard.decode()
         shard.audit()
         assert outcome.free == shard.free
         for uid, group in shard.groups.items():
-            told = bounds.setdefault(uid, [])
-            assert group.held <= min(told[-2:], default=10**9), "it grew beyond what it said"
-            told.append(group.held + group.grow)
+            reported_bounds = bounds.setdefault(uid, [])
+            assert group.held <= min(reported_bounds[-2:], default=10**9), "the group grew beyond its reported bound"
+            reported_bounds.append(group.held + group.grow)
             assert group.reported == (group.held, group.grow, group.lacking)
-        if random_.random() < 0.1 and shard.groups:
-            world.paused.update(shard.filter(pause=[random_.choice(list(shard.groups))]).continuations)
-            for uid in world.paused:
+        if rng.random() < 0.1 and shard.groups:
+            traffic.paused.update(shard.filter(pause=[rng.choice(list(shard.groups))]).continuations)
+            for uid in traffic.paused:
                 bounds.pop(uid)
             shard.audit()
-        if random_.random() < 0.05 and shard.groups:
-            shard.failing.add(random_.choice(list(shard.groups)))
+        if rng.random() < 0.05 and shard.groups:
+            shard.failing.add(rng.choice(list(shard.groups)))
     shard.filter(drop=list(shard.groups))
     shard.audit()
-    assert shard.free == world.pages
+    assert shard.free == traffic.pages

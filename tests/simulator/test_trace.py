@@ -1,4 +1,6 @@
-"""Traces: the same from the same seed, and what files may look like."""
+"""Traces of requests: generated reproducibly from a seed with the requested statistics, written and read, in our and in public
+formats.
+"""
 
 import dataclasses
 import itertools
@@ -12,34 +14,34 @@ import pytest
 from penstock.simulator import trace
 from penstock.simulator.trace import Request, Workload
 
-RICH = Workload(
+MIXED_WORKLOAD = Workload(
     requests=400, rate=10, chat=0.5, think=1, system_prompts=3, system_tokens=40, choices=4, interactive=0.3, batch=0.2, tenants=3
 )
 
 
-def test_a_seed_says_it_all() -> None:
-    assert trace.generate(RICH, 5) == trace.generate(RICH, 5)
-    assert trace.generate(RICH, 5) != trace.generate(RICH, 6)
+def test_same_seed_generates_the_same_trace() -> None:
+    assert trace.generate(MIXED_WORKLOAD, 5) == trace.generate(MIXED_WORKLOAD, 5)
+    assert trace.generate(MIXED_WORKLOAD, 5) != trace.generate(MIXED_WORKLOAD, 6)
 
 
-def test_the_generator_does_not_change() -> None:
-    """Numbers in reports stay comparable: these requests are what this seed has always given."""
+def test_generator_gives_the_recorded_requests_for_seed_0() -> None:
+    """Figures in reports stay comparable only if the generator never changes."""
     first, second = trace.generate(Workload(requests=2), 0)
     assert (first.arrival, first.prompt, first.outputs, first.max_new_tokens) == (0.465152, 213, (131,), 256)
     assert (second.arrival, second.prompt, second.outputs, second.max_new_tokens) == (0.555506, 1214, (129,), 256)
 
 
-def test_what_it_generates_is_what_was_asked() -> None:
-    found = trace.generate(Workload(requests=4000, rate=20, prompt=300, output=60, interactive=0.25, batch=0.5), 1)
-    assert found[-1].arrival == pytest.approx(200, rel=0.1)
-    assert statistics.median(each.prompt for each in found) == pytest.approx(300, rel=0.1)
-    assert statistics.median(each.outputs[0] for each in found) == pytest.approx(60, rel=0.1)
-    shares = {priority: sum(each.priority == priority for each in found) / 4000 for priority in trace.PRIORITIES}
+def test_generated_trace_matches_its_workload() -> None:
+    requests = trace.generate(Workload(requests=4000, rate=20, prompt=300, output=60, interactive=0.25, batch=0.5), 1)
+    assert requests[-1].arrival == pytest.approx(200, rel=0.1)
+    assert statistics.median(each.prompt for each in requests) == pytest.approx(300, rel=0.1)
+    assert statistics.median(each.outputs[0] for each in requests) == pytest.approx(60, rel=0.1)
+    shares = {priority: sum(each.priority == priority for each in requests) / 4000 for priority in trace.PRIORITIES}
     assert shares == pytest.approx({"interactive": 0.25, "normal": 0.25, "batch": 0.5}, abs=0.03)
-    assert all(max(each.outputs) <= each.max_new_tokens for each in found)
+    assert all(max(each.outputs) <= each.max_new_tokens for each in requests)
 
 
-def test_bursts_and_waves() -> None:
+def test_bursts_and_waves_have_the_given_variation_and_period() -> None:
     def variation(workload: Workload) -> float:
         times = [each.arrival for each in trace.generate(workload, 2)]
         gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -52,11 +54,11 @@ def test_bursts_and_waves() -> None:
     assert waves[-1].arrival == pytest.approx(100, rel=0.15)
 
 
-def test_a_turn_of_a_chat_begins_with_the_one_before() -> None:
-    found = trace.generate(RICH, 3)
+def test_chat_turns_begin_with_the_previous_turn() -> None:
+    requests = trace.generate(MIXED_WORKLOAD, 3)
     last: dict[str, Request] = {}
     turns = 0
-    for each in found:
+    for each in requests:
         for _, end in each.prefix[:-1]:
             assert end == 40
         if each.choices == 1:
@@ -71,16 +73,16 @@ def test_a_turn_of_a_chat_begins_with_the_one_before() -> None:
     assert turns > 100
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    found = trace.generate(RICH, 4)
-    trace.write(found, tmp_path / "trace.jsonl")
+def test_written_trace_is_read_back(tmp_path: Path) -> None:
+    requests = trace.generate(MIXED_WORKLOAD, 4)
+    trace.write(requests, tmp_path / "trace.jsonl")
     again = trace.read(tmp_path / "trace.jsonl")
-    begin = found[0].arrival
-    assert [dataclasses.replace(each, arrival=0) for each in again] == [dataclasses.replace(each, arrival=0) for each in found]
-    assert [each.arrival for each in again] == pytest.approx([each.arrival - begin for each in found])
+    begin = requests[0].arrival
+    assert [dataclasses.replace(each, arrival=0) for each in again] == [dataclasses.replace(each, arrival=0) for each in requests]
+    assert [each.arrival for each in again] == pytest.approx([each.arrival - begin for each in requests])
 
 
-def test_public_traces(tmp_path: Path) -> None:
+def test_azure_and_mooncake_traces_are_read(tmp_path: Path) -> None:
     azure = tmp_path / "azure.csv"
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:05.4799600,396,109\n"
@@ -98,7 +100,7 @@ def test_public_traces(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def berlin_time_zone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     yield
@@ -106,15 +108,15 @@ def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-@pytest.mark.usefixtures("berlin")
-def test_a_trace_is_the_same_wherever_it_is_read(tmp_path: Path) -> None:
-    """Azure's times have no zone. In Berlin the hour between these two was left out."""
+@pytest.mark.usefixtures("berlin_time_zone")
+def test_trace_times_do_not_depend_on_the_time_zone(tmp_path: Path) -> None:
+    """Azure's times have no time zone. In Berlin the hour between these two was skipped for daylight saving time."""
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-03-31 01:59:59,3,4\n2024-03-31 03:00:01,3,4\n")
     assert [each.arrival for each in trace.read(path)] == [0.0, 3602.0]
 
 
-def test_lengths_are_whole_and_at_least_one(tmp_path: Path) -> None:
+def test_lengths_are_read_as_whole_numbers_of_at_least_one(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 0, "output_length": 0}\n')
     assert trace.read(path) == [Request(0.0, 1, (1,), 1)]
@@ -125,7 +127,7 @@ def test_lengths_are_whole_and_at_least_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "what"),
+    ("line", "message"),
     [
         ("{", "line 2: Expecting property name"),
         ("[]", "line 2: "),
@@ -142,9 +144,9 @@ def test_lengths_are_whole_and_at_least_one(tmp_path: Path) -> None:
         ("[" * 100_000, "line 2: "),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: str, what: str) -> None:
+def test_invalid_line_is_reported_with_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"arrival": 1, "prompt": 3, "output": 2}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"trace\.jsonl, line 2") as caught:
         trace.read(path)
-    assert what in str(caught.value)
+    assert message in str(caught.value)

@@ -1,4 +1,4 @@
-"""Whatever a model writes under a constraint, its reader reads as calls of the tools, and as nothing else."""
+"""Grammars for tool calls: whatever a model generates under one is parsed by its reader as calls with valid arguments."""
 
 import json
 import random
@@ -40,19 +40,19 @@ TOOLS: list[dict[str, Any]] = [
         "type": "function",
         "function": {
             "name": "pick",
-            "parameters": {"properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}},  # an object, though it doesn't say so
+            "parameters": {"properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}},  # an object, though `type` is missing
         },
     },
 ]
 SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
 
 
-BIG = {"type": "object", "properties": {f"q{i}": {"type": "string", "description": "x" * 50} for i in range(1000)}}
+LARGE_SCHEMA = {"type": "object", "properties": {f"q{i}": {"type": "string", "description": "x" * 50} for i in range(1000)}}
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_definitions_are_not_repeated_without_an_end(parser: str) -> None:
-    """Each parameter by itself would need them again; a grammar that is too long is not even made."""
+def test_definitions_in_a_grammar_are_shared_and_too_large_grammars_refused(parser: str) -> None:
+    """Each parameter alone would need all definitions again. A grammar that would be too long is not built."""
 
     def source(properties: Any, definitions: Any) -> str:
         parameters = {"type": "object", "properties": properties, "$defs": definitions}
@@ -63,11 +63,11 @@ def test_definitions_are_not_repeated_without_an_end(parser: str) -> None:
     assert len(source({f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(25)}, small)) < 10_000
     assert len(source({f"p{i}": {"type": "integer"} for i in range(250)}, {})) < 65_536
     with pytest.raises(Refused, match="its grammar has more than 65536 characters"):
-        source({f"p{i}": {"$ref": "#/$defs/x"} for i in range(1000)}, {"x": BIG})
+        source({f"p{i}": {"$ref": "#/$defs/x"} for i in range(1000)}, {"x": LARGE_SCHEMA})
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_parameters_that_are_too_large_are_not_looked_at(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_parameters_are_refused_before_they_are_read(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[constraint.__module__], "objects", None)
     parameters = {"type": "object", "properties": {f"p{i}": {} for i in range(65_536 // 8)}}
     with pytest.raises(Refused, match="`tools` is too large: its grammar has more than 65536 characters"):
@@ -81,8 +81,8 @@ DSML = (
     '<｜DSML｜parameter name="place" string="false">[true]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
     '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 )
-# Ends of texts, which a monkey would not find letter by letter.
-WORDS: dict[str, list[str]] = {
+# End markers that are tokens of their own: random bytes would never spell them.
+END_MARKER_TOKENS: dict[str, list[str]] = {
     "letters": [],
     "gemma4": ['<|"|>'],
     "minimax_m2": ["</parameter>"],
@@ -93,8 +93,8 @@ WORDS: dict[str, list[str]] = {
 }
 
 
-class World:
-    """A byte-level tokenizer in which some markers are special tokens, and a model that writes anything that is allowed."""
+class ConstrainedModel:
+    """A byte-level tokenizer, in which some markers are special tokens, and a random model that generates any allowed token."""
 
     def __init__(self, special: list[str], parser: str = "") -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -102,14 +102,16 @@ class World:
         self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self.tokenizer.decoder = decoders.ByteLevel()
         self.tokenizer.add_special_tokens(["<end>", *special])
-        words = [] if special else WORDS.get(parser, ["\n</parameter>", "</arg_value>"])
-        self.tokenizer.add_tokens(words)
+        end_markers = [] if special else END_MARKER_TOKENS.get(parser, ["\n</parameter>", "</arg_value>"])
+        self.tokenizer.add_tokens(end_markers)
         self.end = self.tokenizer.token_to_id("<end>")
         self.size = self.tokenizer.get_vocab_size()
-        self.special = {text: self.tokenizer.token_to_id(text) for text in [*special, *words]}
+        self.special = {text: self.tokenizer.token_to_id(text) for text in [*special, *end_markers]}
         self.llguidance = llguidance.LLTokenizer(self.tokenizer.to_str(), n_vocab=self.size, eos_token=self.end)
-        self.matchers: dict[str, Any] = {}  # of each grammar, at its beginning
-        self.closers = {self.tokenizer.token_to_id(char) for char in [*'"}])</>', *words]} | set(self.special.values()) | {self.end}
+        self.matchers: dict[str, Any] = {}  # by grammar, in their initial state
+        self.closing_ids = (
+            {self.tokenizer.token_to_id(char) for char in [*'"}])</>', *end_markers]} | set(self.special.values()) | {self.end}
+        )
 
     def matcher(self, source: str) -> Any:
         if source not in self.matchers:
@@ -118,15 +120,15 @@ class World:
             self.matchers[source] = llguidance.LLMatcher(self.llguidance, grammar)
         return self.matchers[source].deep_copy()
 
-    def writes(self, source: str, luck: random.Random, most: int = 1500) -> str | None:
-        """None if it doesn't come to an end."""
+    def generate(self, source: str, rng: random.Random, max_tokens: int = 1500) -> str | None:
+        """Random text that the grammar allows; None if it doesn't end within `max_tokens`."""
         matcher = self.matcher(source)
         ids: list[int] = []
-        while len(ids) < most:
+        while len(ids) < max_tokens:
             mask = numpy.frombuffer(matcher.compute_bitmask(), dtype=numpy.uint8)
             allowed = numpy.flatnonzero(numpy.unpackbits(mask, bitorder="little")[: self.size]).tolist()
-            closing = [id for id in allowed if id in self.closers]
-            id = luck.choice(closing if closing and luck.random() < 0.4 else allowed)
+            closing = [id for id in allowed if id in self.closing_ids]
+            id = rng.choice(closing if closing and rng.random() < 0.4 else allowed)
             assert matcher.consume_token(id), matcher.get_error()
             if id == self.end:
                 return str(self.tokenizer.decode(ids, skip_special_tokens=False))
@@ -139,8 +141,8 @@ class World:
         return bool(matcher.validate_tokens([*ids, self.end]) == len(ids) + 1)
 
 
-def check(parts: list[Part]) -> list[str]:
-    """The names of the calls, each with all arguments that its schema requires."""
+def check_calls(parts: list[Part]) -> list[str]:
+    """The names of the calls; asserts that each has the arguments that its schema requires."""
     names = []
     for part in parts:
         match part:
@@ -161,52 +163,54 @@ def check(parts: list[Part]) -> list[str]:
 
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_what_is_allowed_is_read(parser: str, special: bool) -> None:
-    luck = random.Random(parser)
-    world = World([marker for marker in markers(None, parser) if (special and marker[0] in "<[") or parser == "harmony"], parser)
-    several = constraint(parser, TOOLS, None, True, special=world.special.get)
-    assert several.kind == "lark"
-    one = constraint(parser, TOOLS, None, False, special=world.special.get)
-    named = constraint(parser, TOOLS, "weather", True, special=world.special.get)
-    longest = ended = 0
+def test_random_text_under_the_grammar_is_parsed_as_valid_calls(parser: str, special: bool) -> None:
+    rng = random.Random(parser)
+    model = ConstrainedModel(
+        [marker for marker in markers(None, parser) if (special and marker[0] in "<[") or parser == "harmony"], parser
+    )
+    parallel = constraint(parser, TOOLS, None, True, special=model.special.get)
+    assert parallel.kind == "lark"
+    single = constraint(parser, TOOLS, None, False, special=model.special.get)
+    named = constraint(parser, TOOLS, "weather", True, special=model.special.get)
+    most_calls = complete = 0
     for _ in range(12):
-        for grammar in (several, one, named):
-            text = world.writes(grammar.source, luck)
+        for grammar in (parallel, single, named):
+            text = model.generate(grammar.source, rng)
             if text is None:
                 continue
-            ended += 1
+            complete += 1
             parts = parts_of([text], None, parser, schemas=SCHEMAS)
             if parser == "harmony":
                 parts = [part for part in parts if not isinstance(part, Reasoning)]
-            names = check(parts)
+            names = check_calls(parts)
             assert names, text
-            assert grammar is several or len(names) == 1
+            assert grammar is parallel or len(names) == 1
             assert grammar is not named or names == ["weather"]
-            longest = max(longest, len(names))
-    assert ended > 10
-    assert longest > 1 or parser == "harmony"
+            most_calls = max(most_calls, len(names))
+    assert complete > 10
+    assert most_calls > 1 or parser == "harmony"
 
 
 @pytest.mark.parametrize("reasoning", REASONING_FORMS)
 @pytest.mark.parametrize("special", [False, True])
-def test_a_model_may_think_before(reasoning: str, special: bool) -> None:
-    thoughts = REASONING_FORMS[reasoning]
-    world = World([*thoughts.markers, "<tool_call>", "</tool_call>"] if special else [])
+def test_grammar_allows_reasoning_before_a_forced_call(reasoning: str, special: bool) -> None:
+    form = REASONING_FORMS[reasoning]
+    model = ConstrainedModel([*form.markers, "<tool_call>", "</tool_call>"] if special else [])
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
     def grammar(prompt: str, continued: str = "") -> str:
-        asked: dict[str, Any] = {"reasoning": reasoning, "prompt": prompt + continued, "continued": continued}
-        return constraint("hermes", TOOLS, "now", True, **asked, special=world.special.get).source
+        options: dict[str, Any] = {"reasoning": reasoning, "prompt": prompt + continued, "continued": continued}
+        return constraint("hermes", TOOLS, "now", True, **options, special=model.special.get).source
 
-    [opened, *_], [closed, *_] = thoughts.opens, thoughts.closes
-    assert world.accepts(grammar("<user>"), call)
-    assert world.accepts(grammar("<user>"), f"{opened}\nHm < ?\n{closed}\n\n{call}")
-    assert world.accepts(grammar(f"<user>{opened}\n"), f"Hm < ?\n{closed}\n\n{call}")
-    assert not world.accepts(grammar(f"<user>{opened}\n"), call)
-    assert not world.accepts(grammar("<user>"), f"Hm. {call}")
-    assert world.accepts(grammar("<bot>", f"{opened}\nH"), f"m < ?\n{closed}\n\n{call}")
-    assert not world.accepts(grammar("<bot>", f"{opened}\nH"), call)
-    assert world.accepts(grammar("<bot>", f"{opened}\nHm{closed}So"), call)
+    [opened, *_], [closed, *_] = form.opens, form.closes
+    assert model.accepts(grammar("<user>"), call)
+    assert model.accepts(grammar("<user>"), f"{opened}\nHm < ?\n{closed}\n\n{call}")
+    assert model.accepts(grammar(f"<user>{opened}\n"), f"Hm < ?\n{closed}\n\n{call}")
+    assert not model.accepts(grammar(f"<user>{opened}\n"), call)
+    assert not model.accepts(grammar("<user>"), f"Hm. {call}")
+    assert model.accepts(grammar("<bot>", f"{opened}\nH"), f"m < ?\n{closed}\n\n{call}")
+    assert not model.accepts(grammar("<bot>", f"{opened}\nH"), call)
+    assert model.accepts(grammar("<bot>", f"{opened}\nHm{closed}So"), call)
 
 
 FORMATS = [
@@ -217,70 +221,70 @@ FORMATS = [
 ]
 
 
-@pytest.mark.parametrize(("format", "answer", "other"), FORMATS)
+@pytest.mark.parametrize(("format", "answer", "invalid"), FORMATS)
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS)
-def test_a_model_may_think_before_an_answer_with_a_format(
-    reasoning: str, special: bool, format: Grammar, answer: str, other: str
+def test_grammar_allows_reasoning_before_structured_output(
+    reasoning: str, special: bool, format: Grammar, answer: str, invalid: str
 ) -> None:
     analysis = "<|channel|>analysis<|message|>"
-    opened, closed, user, head = analysis, "<|end|><|start|>assistant", "<|start|>assistant", "<|channel|>final<|message|>"
+    opened, closed, user, header = analysis, "<|end|><|start|>assistant", "<|start|>assistant", "<|channel|>final<|message|>"
     if reasoning != "harmony":
-        [opened, *_], [closed, *_], user, head = REASONING_FORMS[reasoning].opens, REASONING_FORMS[reasoning].closes, "<user>", ""
-    world = World([*markers(reasoning, None)] if special or reasoning == "harmony" else [], "letters")
+        [opened, *_], [closed, *_], user, header = REASONING_FORMS[reasoning].opens, REASONING_FORMS[reasoning].closes, "<user>", ""
+    model = ConstrainedModel([*markers(reasoning, None)] if special or reasoning == "harmony" else [], "letters")
 
     def accepts(prompt: str, text: str, continued: str = "") -> bool:
-        asked: dict[str, Any] = {"prompt": prompt + continued, "continued": continued, "special": world.special.get}
-        grammar = format_grammar(format, reasoning, **asked)
+        options: dict[str, Any] = {"prompt": prompt + continued, "continued": continued, "special": model.special.get}
+        grammar = format_grammar(format, reasoning, **options)
         assert grammar is not None
-        accepted = world.accepts(grammar.source, text)
+        accepted = model.accepts(grammar.source, text)
         if accepted and answer:
             last = parts_of(list(text), reasoning, None, prompt=prompt + continued, continued=continued)[-1]
             assert last == Text(answer)
         return accepted
 
-    assert accepts(user, head + answer)
-    assert accepts(user, f"{opened}Hm{closed}{head}{answer}")
-    assert accepts(f"{user}{opened}", f"Hm{closed}{head}{answer}")
-    assert not accepts(f"{user}{opened}", head + answer)
-    assert not accepts(user, head + other)
-    assert not accepts(user, f"{opened}Hm{closed}{head}{other}")
+    assert accepts(user, header + answer)
+    assert accepts(user, f"{opened}Hm{closed}{header}{answer}")
+    assert accepts(f"{user}{opened}", f"Hm{closed}{header}{answer}")
+    assert not accepts(f"{user}{opened}", header + answer)
+    assert not accepts(user, header + invalid)
+    assert not accepts(user, f"{opened}Hm{closed}{header}{invalid}")
     assert not accepts(user, f"So {answer}")
     if reasoning == "harmony":
-        assert accepts(f"{user}{head}", answer)
-        assert not accepts(f"{user}{head}", head + answer)
+        assert accepts(f"{user}{header}", answer)
+        assert not accepts(f"{user}{header}", header + answer)
 
 
-def test_of_a_grammar_nobody_knows_what_else_it_names() -> None:
+def test_lark_and_ebnf_formats_are_not_combined_with_reasoning_or_tools() -> None:
     for format in (lark('start: "a"'), rules('root ::= "a"')):
         assert format_grammar(format, "deepseek_r1", special=lambda text: None) is None
         with pytest.raises(Refused, match="a format that is a grammar is not supported"):
             constraint("hermes", TOOLS, None, True, format=format)
 
 
-def test_who_has_begun_to_answer_thinks_no_more() -> None:
-    world = World([], "letters")
-    for continued, thinks in (("", True), ("[", False), ("<think>Hm</think>[", False), ("<think>H", True)):
-        asked: dict[str, Any] = {"prompt": f"<user>{continued}", "continued": continued, "special": world.special.get}
-        grammar = format_grammar(json_schema({"properties": {}}), "deepseek_r1", **asked)
+def test_reasoning_is_not_allowed_after_a_continued_answer_has_begun() -> None:
+    model = ConstrainedModel([], "letters")
+    for continued, reasoning_allowed in (("", True), ("[", False), ("<think>Hm</think>[", False), ("<think>H", True)):
+        options: dict[str, Any] = {"prompt": f"<user>{continued}", "continued": continued, "special": model.special.get}
+        grammar = format_grammar(json_schema({"properties": {}}), "deepseek_r1", **options)
         assert grammar is not None
-        begin = "" if continued.endswith("H") else "<think>"
-        assert world.accepts(grammar.source, begin + "m</think>{}") == thinks
-        assert world.accepts(grammar.source, "{}") == (continued != "<think>H")
+        opening = "" if continued.endswith("H") else "<think>"
+        assert model.accepts(grammar.source, opening + "m</think>{}") == reasoning_allowed
+        assert model.accepts(grammar.source, "{}") == (continued != "<think>H")
 
 
-def test_of_gpt_oss_all_is_in_channels_whatever_its_calls_are_said_to_be() -> None:
-    world = World(list(markers("harmony", None)))
+def test_harmony_reasoning_puts_calls_of_any_parser_and_formats_into_channels() -> None:
+    model = ConstrainedModel(list(markers("harmony", None)))
     format = json_schema({"properties": {}})
-    source = constraint("json", TOOLS, None, True, format=format, reasoning="harmony", special=world.special.get).source
-    assert world.accepts(source, "<|channel|>final<|message|>{}")
-    assert world.accepts(source, "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}")
-    assert not world.accepts(source, "{}")
-    begun: dict[str, Any] = {"prompt": "<|start|>assistant<|channel|>final<|message|>{", "special": world.special.get}
-    assert world.accepts(constraint("harmony", TOOLS, None, True, format=format, **begun).source, "{}")
+    source = constraint("json", TOOLS, None, True, format=format, reasoning="harmony", special=model.special.get).source
+    assert model.accepts(source, "<|channel|>final<|message|>{}")
+    assert model.accepts(source, "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}")
+    assert not model.accepts(source, "{}")
+    options: dict[str, Any] = {"prompt": "<|start|>assistant<|channel|>final<|message|>{", "special": model.special.get}
+    assert model.accepts(constraint("harmony", TOOLS, None, True, format=format, **options).source, "{}")
 
 
-def test_what_types_repeat_takes_no_time() -> None:
+def test_schema_with_repeated_types_is_translated_quickly() -> None:
     schema: Any = {"type": "string"}
     for _ in range(12):
         schema = {"type": ["object", "array"] * 9, "properties": {"a": schema}, "items": {"type": "integer"}}
@@ -290,16 +294,16 @@ def test_what_types_repeat_takes_no_time() -> None:
     assert time.thread_time() - start < 9
 
 
-def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
-    world = World(list(markers(None, "harmony")))
+def test_harmony_call_without_channel_is_allowed_if_the_prompt_ends_with_the_role() -> None:
+    model = ConstrainedModel(list(markers(None, "harmony")))
     assistant, analysis = "<|start|>assistant", "<|channel|>analysis<|message|>"
     direct = ' to=functions.pick<|channel|>commentary json<|message|>{"b": true}'
     channel = '<|channel|>commentary to=functions.pick <|constrain|>json<|message|>{"b": true}'
 
     def accepts(prompt: str, text: str) -> bool:
-        grammar = constraint("harmony", TOOLS, None, True, prompt=prompt, special=world.special.get)
+        grammar = constraint("harmony", TOOLS, None, True, prompt=prompt, special=model.special.get)
         parts = parts_of([text], None, "harmony", prompt=prompt, schemas=SCHEMAS)
-        accepted = world.accepts(grammar.source, text)
+        accepted = model.accepts(grammar.source, text)
         assert not accepted or [part for part in parts if not isinstance(part, Reasoning)] == [
             Call(0, "", "pick"),
             Arguments(0, '{"b": true}'),
@@ -343,39 +347,42 @@ def test_gpt_oss_may_call_at_once_where_the_prompt_names_its_role() -> None:
         ),
     ],
 )
-def test_what_models_were_trained_to_write_is_allowed(parser: str, text: str) -> None:
-    world = World([])
-    source = constraint(parser, TOOLS, None, True, special=world.special.get).source
-    assert world.accepts(source, text)
-    assert not world.accepts(source, text.replace("name", "nome").replace("c", "k"))
-    assert not world.accepts(source, f"{text} So.")
+def test_trained_call_format_of_each_family_is_allowed(parser: str, text: str) -> None:
+    model = ConstrainedModel([])
+    source = constraint(parser, TOOLS, None, True, special=model.special.get).source
+    assert model.accepts(source, text)
+    assert not model.accepts(source, text.replace("name", "nome").replace("c", "k"))
+    assert not model.accepts(source, f"{text} So.")
 
 
-def test_the_marks_of_a_form_may_be_tokens() -> None:
-    """MiniMax M3 has one before all its tags; of GigaChat's the token tells which of its forms a model knows."""
-    call, mark = '{"name": "now", "arguments": {}}', "]<]minimax[>["
-    for special in ([], [mark]):
-        world = World(special, "letters")
-        source = constraint("minimax_m3", TOOLS, None, True, special=world.special.get).source
-        for text in (f"{mark}<tool_call>\n{call}\n{mark}</tool_call>", f"{mark}<tool_call>\n{call}\n{call}\n{mark}</tool_call>"):
-            assert world.accepts(source, text)
-            assert check(parts_of([text], None, "minimax_m3", schemas=SCHEMAS))
-        assert not world.accepts(source, f"<tool_call>\n{call}\n</tool_call>")
+def test_markers_of_a_format_may_be_special_tokens() -> None:
+    """MiniMax M3 has one before all its tags; GigaChat's token decides which of its two formats a model knows."""
+    call, marker = '{"name": "now", "arguments": {}}', "]<]minimax[>["
+    for special in ([], [marker]):
+        model = ConstrainedModel(special, "letters")
+        source = constraint("minimax_m3", TOOLS, None, True, special=model.special.get).source
+        for text in (
+            f"{marker}<tool_call>\n{call}\n{marker}</tool_call>",
+            f"{marker}<tool_call>\n{call}\n{call}\n{marker}</tool_call>",
+        ):
+            assert model.accepts(source, text)
+            assert check_calls(parts_of([text], None, "minimax_m3", schemas=SCHEMAS))
+        assert not model.accepts(source, f"<tool_call>\n{call}\n</tool_call>")
     new, old = f"<|function_call|>{call}", f"<|message_sep|>\n\nfunction call<|role_sep|>\n{call}"
     for special in ("<|function_call|>", "<|role_sep|>"):
-        world = World([special])
-        source = constraint("gigachat3", TOOLS, None, False, special=world.special.get).source
-        assert [world.accepts(source, text) for text in (new, old)] == [special == "<|function_call|>", special == "<|role_sep|>"]
+        model = ConstrainedModel([special])
+        source = constraint("gigachat3", TOOLS, None, False, special=model.special.get).source
+        assert [model.accepts(source, text) for text in (new, old)] == [special == "<|function_call|>", special == "<|role_sep|>"]
 
 
-@pytest.mark.parametrize("word", ["｜DSML｜", "</｜DSML｜parameter>"])
-def test_a_token_may_be_within_a_tag(word: str) -> None:
-    """As DeepSeek V3.2's is: no literal matches it."""
-    world = World([word])
-    source = constraint("deepseek_v32", TOOLS, None, True, special=world.special.get).source
-    assert world.accepts(source, DSML)
-    assert world.accepts(source, DSML.replace("Paris", "</Pa<ris</"))
-    assert not world.accepts(source, DSML.replace('string="true">Paris', 'string="false">Paris'))
+@pytest.mark.parametrize("token", ["｜DSML｜", "</｜DSML｜parameter>"])
+def test_token_within_a_tag_is_allowed(token: str) -> None:
+    """As in DeepSeek V3.2's vocabulary: no literal of the grammar equals the token."""
+    model = ConstrainedModel([token])
+    source = constraint("deepseek_v32", TOOLS, None, True, special=model.special.get).source
+    assert model.accepts(source, DSML)
+    assert model.accepts(source, DSML.replace("Paris", "</Pa<ris</"))
+    assert not model.accepts(source, DSML.replace('string="true">Paris', 'string="false">Paris'))
 
 
 @pytest.mark.parametrize("schema", [{}, {"maxLength": 9}, {"minLength": 2}], ids=str)
@@ -396,14 +403,14 @@ def test_a_token_may_be_within_a_tag(word: str) -> None:
         ("gemma4", '<|tool_call>call:f{a:<|"|><b><|"|>}<tool_call|>'),
     ],
 )
-def test_a_string_ends_also_where_its_end_is_no_token(parser: str, text: str, schema: dict[str, Any]) -> None:
+def test_string_argument_ends_at_a_marker_that_is_no_token(parser: str, text: str, schema: dict[str, Any]) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
-    world = World([], "letters")
+    model = ConstrainedModel([], "letters")
     source = constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], None, False).source
-    assert world.accepts(source, text)
-    assert world.accepts(source, text.replace("<b>", "</bb>"))
-    assert world.accepts(source, text.replace("<b>", "<")) == (schema != {"minLength": 2})
-    assert world.accepts(source, text.replace("<b>", "nine letters")) == (schema != {"maxLength": 9})
+    assert model.accepts(source, text)
+    assert model.accepts(source, text.replace("<b>", "</bb>"))
+    assert model.accepts(source, text.replace("<b>", "<")) == (schema != {"minLength": 2})
+    assert model.accepts(source, text.replace("<b>", "nine letters")) == (schema != {"maxLength": 9})
 
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
@@ -439,9 +446,9 @@ DEFINITIONS = {
 }
 
 
-def wrapped(schema: dict[str, Any], way: str) -> dict[str, Any]:
-    """The same schema in another way."""
-    match way:
+def equivalent_schema(schema: dict[str, Any], form: str) -> dict[str, Any]:
+    """The schema, expressed in another way."""
+    match form:
         case "reference":
             return {"$ref": "#/$defs/root", "$defs": {"root": schema, **DEFINITIONS}, "properties": {"digit": DIGIT}}
         case "all":
@@ -458,45 +465,45 @@ def wrapped(schema: dict[str, Any], way: str) -> dict[str, Any]:
     return {**schema, "additionalProperties": False, "$defs": DEFINITIONS}
 
 
-@pytest.mark.parametrize("way", ["plain", "reference", "all", "twice", "any", "undeclared", "map"])
+@pytest.mark.parametrize("form", ["plain", "reference", "all", "twice", "any", "undeclared", "map"])
 @pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "minimax_m2", "deepseek_v32", "glm45", "pythonic", "hermes"])
-def test_arguments_are_valid(parser: str, way: str) -> None:
-    """Whatever a schema says, and however: what is written under the grammar validates when it was read."""
-    luck = random.Random(f"{parser} {way}")
-    world = World([], parser)
-    ended: set[str] = set()
-    every = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
-    jsonschema.Draft202012Validator.check_schema(wrapped(every, way))  # once: it takes longer than all below
+def test_random_arguments_under_the_grammar_validate_against_the_schema(parser: str, form: str) -> None:
+    """For every keyword of PROPERTIES, and however the schema is expressed."""
+    rng = random.Random(f"{parser} {form}")
+    model = ConstrainedModel([], parser)
+    generated: set[str] = set()
+    full = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES]}
+    jsonschema.Draft202012Validator.check_schema(equivalent_schema(full, form))  # once: it takes longer than everything below
     for round in range(30):
-        names = [[*PROPERTIES][round % len(PROPERTIES)], *luck.sample([*PROPERTIES], luck.randrange(2))]
-        # llguidance 1.9.1 offers a token whose text stands in a constant, and doesn't take it.
-        names = [name for name in names if PROPERTIES[name] != {"const": [*world.special][-1]}]
+        names = [[*PROPERTIES][round % len(PROPERTIES)], *rng.sample([*PROPERTIES], rng.randrange(2))]
+        # llguidance 1.9.1 allows a token whose text is part of a constant in its mask, but doesn't accept it.
+        names = [name for name in names if PROPERTIES[name] != {"const": [*model.special][-1]}]
         properties = {"digit": DIGIT, **{name: PROPERTIES[name] for name in names}}
-        required = [name for name in properties if name != "never" and luck.random() < 0.7]
-        schema = wrapped({"type": "object", "properties": properties, "required": required}, way)
+        required = [name for name in properties if name != "never" and rng.random() < 0.7]
+        schema = equivalent_schema({"type": "object", "properties": properties, "required": required}, form)
         tool = {"type": "function", "function": {"name": "get-it", "parameters": schema}}
-        grammar = constraint(parser, [tool], None, False, special=world.special.get)
+        grammar = constraint(parser, [tool], None, False, special=model.special.get)
         for _ in range(3):
-            text = world.writes(grammar.source, luck, 600)
+            text = model.generate(grammar.source, rng, 600)
             if text is None:
                 continue
-            ended.update(names)
+            generated.update(names)
             [call, *rest] = parts_of([text], None, parser, schemas={"get-it": schema})
             assert isinstance(call, Call)
             assert call.name == "get-it"
             [arguments] = rest
             assert isinstance(arguments, Arguments)
             jsonschema.Draft202012Validator(schema).validate(json.loads(arguments.text))
-    assert ended == set(PROPERTIES) - ({"tag"} if "</parameter>" in world.special else set())
+    assert generated == set(PROPERTIES) - ({"tag"} if "</parameter>" in model.special else set())
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_every_form_holds_every_name(parser: str) -> None:
-    luck = random.Random(parser)
-    world = World([marker for marker in markers(None, parser) if parser == "harmony"])
+def test_every_parsers_format_can_contain_every_tool_name(parser: str) -> None:
+    rng = random.Random(parser)
+    model = ConstrainedModel([marker for marker in markers(None, parser) if parser == "harmony"])
     for name in ("get-it", "srv/tool", "ns:tool", "@a/b.c", "$f", "3d", "-", "größe", "function", "n" * 128):
         [tool] = tools_of([{"type": "function", "function": {"name": name}}], "required", None).given
-        text = world.writes(constraint(parser, [tool], None, False, special=world.special.get).source, luck)
+        text = model.generate(constraint(parser, [tool], None, False, special=model.special.get).source, rng)
         assert text is not None
         read = reader(None, parser, schemas={name: {}})
         found = [part for part in [*read.push(text), *read.end()] if not isinstance(part, Reasoning)]
@@ -518,20 +525,20 @@ def test_every_form_holds_every_name(parser: str) -> None:
         {"$ref": "#"},
     ],
 )
-def test_what_is_no_schema_is_a_grammars_affair(parser: str, schema: dict[str, Any]) -> None:
-    """Whoever checks the grammar may refuse it."""
+def test_malformed_schema_is_translated_without_an_exception(parser: str, schema: dict[str, Any]) -> None:
+    """Checking the grammar may refuse it."""
     assert constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": schema}}], None, True).source
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_a_value_that_nothing_fits_is_refused(parser: str) -> None:
+def test_unsatisfiable_argument_is_refused(parser: str) -> None:
     parameters = {"properties": {"a": {"anyOf": []}}, "required": ["a"]}
     found = constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], None, True)
     assert "nsatisfiable" in problem(found)
 
 
 @pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "deepseek_v32", "glm45", "pythonic"])
-def test_many_parts_take_no_time(parser: str) -> None:
+def test_schema_with_thousands_of_all_of_parts_is_refused_quickly(parser: str) -> None:
     parts = [{"properties": {f"p{index}": {}}, "required": [f"p{index}"]} for index in range(15_000)]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"allOf": parts}}}
     start = time.thread_time()
@@ -541,7 +548,7 @@ def test_many_parts_take_no_time(parser: str) -> None:
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_parameters_that_are_nested_too_deeply_are_refused(parser: str) -> None:
+def test_too_deeply_nested_parameters_are_refused(parser: str) -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(3000):
         schema = {"anyOf": [schema]}

@@ -1,4 +1,4 @@
-"""Readers of generated text: the parts they find, whatever the text is cut into, and that nothing gets lost."""
+"""Readers of generated text: which tool calls, reasoning and text they find, however the text is split into deltas."""
 
 import json
 import random
@@ -35,7 +35,7 @@ PARIS = '{"city": "Paris", "days": 3}'
 
 
 def parts_of(deltas: Sequence[str], reasoning: str | None, tools: str | None, **options: Any) -> list[Part]:
-    """All parts, adjacent ones joined, ids left out."""
+    """All parts that a reader finds, adjacent ones joined and call ids removed."""
     read = reader(reasoning, tools, **options)
     found: list[Part] = []
     for part in [part for delta in deltas for part in read.push(delta)] + read.end():
@@ -59,7 +59,7 @@ def calls(*found: tuple[str, str], first: int = 0) -> list[Part]:
     return [part for index, (name, text) in enumerate(found, first) for part in (Call(index, "", name), Arguments(index, text))]
 
 
-LFM2 = [*calls(("weather", PARIS), ("now", "{}")), Text("Soon.")]
+LFM2_PARTS = [*calls(("weather", PARIS), ("now", "{}")), Text("Soon.")]
 # parser, text, parts
 CASES: list[tuple[str, str, list[Part]]] = [
     ("hermes", f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>', calls(("weather", PARIS))),
@@ -175,8 +175,8 @@ CASES: list[tuple[str, str, list[Part]]] = [
         f'So.\n\n<TOOLCALL>[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>',
         [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
     ),
-    ("lfm2", "<|tool_call_start|>[weather(city='Paris', days=3), now()]<|tool_call_end|>Soon.", LFM2),
-    ("lfm2", "[weather(city='Paris', days=3), now()] Soon.", LFM2),
+    ("lfm2", "<|tool_call_start|>[weather(city='Paris', days=3), now()]<|tool_call_end|>Soon.", LFM2_PARTS),
+    ("lfm2", "[weather(city='Paris', days=3), now()] Soon.", LFM2_PARTS),
     (
         "olmo3",
         'So:\n<function_calls>weather(city="Paris", days=3)\nnow()\n\nweather(any=true, tags=["a"])</function_calls>',
@@ -207,7 +207,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
             *calls(("weather", '{"city": "New\\nYork \\"", "days": 3, "tags": ["a"], "any": "3"}'), ("now", "{}")),
         ],
     ),
-    # What the tag says counts more than the schema; what is no JSON is a string all the same.
+    # The tag's `string` attribute overrides the schema; a value that is no valid JSON is read as a string.
     (
         "deepseek_v32",
         '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" string="false">7</｜DSML｜parameter>\n'
@@ -296,13 +296,13 @@ CASES: list[tuple[str, str, list[Part]]] = [
         '<function=now>\n</function>\n{"name": "now", "arguments": {}} is an example',
         [*calls(("now", "{}")), Text('{"name": "now", "arguments": {}} is an example')],
     ),
-    # What lacks its quotes is a string, and what lacks its end a call.
+    # An unquoted value is a string; a call without its end marker is a call.
     ("gemma4", "<|tool_call>\ncall: now {a:New York,b:[x, 01]}", calls(("now", '{"a": "New York", "b": ["x", "01"]}'))),
     ("gemma4", "<|tool_call>call:srv:get-it{größe:1}<tool_call|>", calls(("srv:get-it", '{"größe": 1}'))),
     ("gemma4", "<|tool_call>call:now{a:[True,],b:{},}<tool_call|>", calls(("now", '{"a": [true], "b": {}}'))),
 ]
-# What only looks like a call, or is a broken one: all of it is text.
-TEXTS: list[tuple[str, str]] = [
+# Text that only looks like a call, or contains a malformed one: all of it is text.
+TEXTS_WITHOUT_CALLS: list[tuple[str, str]] = [
     ("minimax_m2", '{"name": "now", "arguments": {}} is an example'),
     ("hermes", "The <tool_call> tag is  written\n so: <tool_call>{}</tool_call> "),
     ("hermes", '<tool_call>{"name": "weather", "argum'),
@@ -359,7 +359,7 @@ TEXTS: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_calls_are_found(parser: str, text: str, expected: list[Part]) -> None:
+def test_tool_calls_and_text_are_parsed(parser: str, text: str, expected: list[Part]) -> None:
     found = parts_of([text], None, parser, schemas=SCHEMAS)
     assert found == expected
     for part in found:
@@ -367,21 +367,21 @@ def test_calls_are_found(parser: str, text: str, expected: list[Part]) -> None:
             json.loads(part.text)
 
 
-OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-NUMBERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
+STRING_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+STRING_OR_INTEGERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
 
 
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
         ({"type": "string"}, "12345", '"12345"'),
-        (OPTIONAL, "12345", '"12345"'),
-        (OPTIONAL, "true", '"true"'),
-        (OPTIONAL, '"a"', '"\\"a\\""'),
-        (OPTIONAL, "[1]", '"[1]"'),
-        (OPTIONAL, "null", "null"),
-        (OPTIONAL, "Nonesuch", '"Nonesuch"'),
-        (OPTIONAL, "nullify", '"nullify"'),
+        (STRING_OR_NULL, "12345", '"12345"'),
+        (STRING_OR_NULL, "true", '"true"'),
+        (STRING_OR_NULL, '"a"', '"\\"a\\""'),
+        (STRING_OR_NULL, "[1]", '"[1]"'),
+        (STRING_OR_NULL, "null", "null"),
+        (STRING_OR_NULL, "Nonesuch", '"Nonesuch"'),
+        (STRING_OR_NULL, "nullify", '"nullify"'),
         ({"type": ["string", "null"]}, "1e5", '"1e5"'),
         ({"type": ["string", "integer"]}, "7", '"7"'),
         ({"$ref": "#/$defs/id"}, "0123", '"0123"'),
@@ -390,9 +390,9 @@ NUMBERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "in
         ({"oneOf": [{"$ref": "#/$defs/id"}, {"type": "null"}]}, "123", '"123"'),
         ({"enum": ["1", "2"]}, "1", '"1"'),
         ({"const": "true"}, "true", '"true"'),
-        (NUMBERS, "12", '"12"'),
-        (NUMBERS, "[1, 2]", "[1, 2]"),
-        (NUMBERS, "[1, 2", '"[1, 2"'),
+        (STRING_OR_INTEGERS, "12", '"12"'),
+        (STRING_OR_INTEGERS, "[1, 2]", "[1, 2]"),
+        (STRING_OR_INTEGERS, "[1, 2", '"[1, 2"'),
         ({"type": "integer"}, "12345678901234567890", "12345678901234567890"),
         ({"type": "number"}, "1E400", "1E400"),
         ({"type": "number"}, "NaN", '"NaN"'),
@@ -405,13 +405,13 @@ NUMBERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "in
         ({"type": 3, "enum": "x", "$ref": 5, "anyOf": {}}, "7", "7"),
     ],
 )
-def test_a_value_without_quotes_has_a_type_that_its_schema_allows(schema: Any, text: str, value: str) -> None:
+def test_unquoted_argument_gets_a_type_that_its_schema_allows(schema: Any, text: str, value: str) -> None:
     definitions = {"id": {"type": "string"}, "itself": {"anyOf": [{"$ref": "#/$defs/itself"}]}}
-    plain = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
-    referred = {"$ref": "#/$defs/f", "$defs": definitions | {"f": {"properties": {"a": schema}}}}
-    parted = {"allOf": [{"additionalProperties": schema}, {"properties": {"b": {}}}], "$defs": definitions}
-    chosen_by = {"anyOf": [{"properties": {"a": schema}}, {"properties": {"b": {"type": "null"}}}], "$defs": definitions}
-    for parameters in (plain, referred, parted, chosen_by):
+    direct = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
+    by_reference = {"$ref": "#/$defs/f", "$defs": definitions | {"f": {"properties": {"a": schema}}}}
+    in_all_of = {"allOf": [{"additionalProperties": schema}, {"properties": {"b": {}}}], "$defs": definitions}
+    in_any_of = {"anyOf": [{"properties": {"a": schema}}, {"properties": {"b": {"type": "null"}}}], "$defs": definitions}
+    for parameters in (direct, by_reference, in_all_of, in_any_of):
         for parser, form in (
             ("qwen3_coder", "<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>"),
             ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{}</arg_value>\n</tool_call>"),
@@ -423,20 +423,20 @@ def test_a_value_without_quotes_has_a_type_that_its_schema_allows(schema: Any, t
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
-        (OPTIONAL, "None", "null"),
-        (OPTIONAL, "['a']", "\"['a']\""),
+        (STRING_OR_NULL, "None", "null"),
+        (STRING_OR_NULL, "['a']", "\"['a']\""),
         ({"type": "string"}, "None", '"None"'),
         ({"type": "array"}, "['a', \"b's\", None]", '["a", "b\'s", null]'),
         ({"type": "array"}, '["a"]', '["a"]'),
         ({"type": "object"}, "{'a': {'b': True}}", '{"a": {"b": true}}'),
         ({"type": "array"}, "[open('x')]", "\"[open('x')]\""),
-        (NUMBERS, "[1, (2)]", "[1, 2]"),
+        (STRING_OR_INTEGERS, "[1, (2)]", "[1, 2]"),
         ({}, "{'a': 1}", '{"a": 1}'),
         ({"type": "integer"}, "3", "3"),
     ],
 )
-def test_null_lists_and_objects_may_be_written_as_python_writes_them(schema: Any, text: str, value: str) -> None:
-    """As by the chat templates of Qwen3-Coder, Nemotron 3 and Seed-OSS."""
+def test_null_lists_and_objects_in_python_syntax_are_parsed(schema: Any, text: str, value: str) -> None:
+    """The chat templates of Qwen3-Coder, Nemotron 3 and Seed-OSS write them so."""
     for parser, form in (
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"),
         ("seed_oss", "<seed:tool_call>\n<function=f>\n<parameter=a>{}</parameter>\n</function>\n</seed:tool_call>"),
@@ -444,17 +444,17 @@ def test_null_lists_and_objects_may_be_written_as_python_writes_them(schema: Any
         found = parts_of(list(form.format(text)), None, parser, schemas={"f": {"properties": {"a": schema}}})
         assert found == calls(("f", f'{{"a": {value}}}'))
     glm = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
-    [_, arguments] = parts_of([glm], None, "glm45", schemas={"f": {"properties": {"a": OPTIONAL}}})
+    [_, arguments] = parts_of([glm], None, "glm45", schemas={"f": {"properties": {"a": STRING_OR_NULL}}})
     assert arguments != Arguments(0, '{"a": null}'), "GLM's template writes JSON"
 
 
-NESTED = {
+NESTED_SCHEMA = {
     "type": "object",
     "properties": {
         "list": {"type": "array", "items": {"$ref": "#/$defs/one"}},
         "map": {"type": "object", "additionalProperties": {"type": "string"}},
         "item": {"type": "object", "properties": {"item": {"type": "integer"}}},
-        "maybe": OPTIONAL,
+        "maybe": STRING_OR_NULL,
         "empty": {"type": "object"},
     },
     "$defs": {"one": {"properties": {"id": {"type": "string"}, "n": {"type": "number"}}}},
@@ -471,25 +471,25 @@ NESTED = {
         ("<other><item>1</item><item>x</item></other>", {"other": [1, "x"]}),
     ],
 )
-def test_values_within_tags_have_types_that_their_schemas_allow(text: str, value: Any) -> None:
+def test_values_in_nested_tags_get_types_that_their_schemas_allow(text: str, value: Any) -> None:
     inner = text.replace("<", "]<]minimax[>[<")
-    whole = f']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">{inner}]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>'
-    for deltas in ([whole], list(whole)):
-        [call, arguments] = parts_of(deltas, None, "minimax_m3", schemas={"f": NESTED})
+    answer = f']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">{inner}]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>'
+    for deltas in ([answer], list(answer)):
+        [call, arguments] = parts_of(deltas, None, "minimax_m3", schemas={"f": NESTED_SCHEMA})
         assert (call, json.loads(arguments.text)) == (Call(0, "", "f"), value)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("broken", ["<list>x<item>1</item></list>", "<list><item>1</list>", "<list>" * 40, "<list", "</maybe>"])
-def test_what_breaks_within_tags_is_text(broken: str) -> None:
-    inner = broken.replace("<", "]<]minimax[>[<")
-    whole = f']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">{inner} So.'
-    for deltas in ([whole], list(whole)):
-        assert parts_of(deltas, None, "minimax_m3", schemas={"f": NESTED}) == [*calls(("f", "{")), Text(f"{inner} So.")]
+@pytest.mark.parametrize("malformed", ["<list>x<item>1</item></list>", "<list><item>1</list>", "<list>" * 40, "<list", "</maybe>"])
+def test_malformed_nested_tags_continue_as_text(malformed: str) -> None:
+    inner = malformed.replace("<", "]<]minimax[>[<")
+    answer = f']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="f">{inner} So.'
+    for deltas in ([answer], list(answer)):
+        assert parts_of(deltas, None, "minimax_m3", schemas={"f": NESTED_SCHEMA}) == [*calls(("f", "{")), Text(f"{inner} So.")]
 
 
 @pytest.mark.parametrize("reasoning", REASONING_FORMS)
-def test_the_end_of_a_reasoning_that_never_began_is_no_text(reasoning: str) -> None:
-    """As MiniMax M3 begins answers without reasoning. Further on in an answer it is what the model wrote."""
+def test_end_of_reasoning_marker_at_the_start_of_an_answer_is_removed(reasoning: str) -> None:
+    """MiniMax M3 starts answers without reasoning so. Later in an answer the marker is text."""
     [closed, *_] = REASONING_FORMS[reasoning].closes
     for deltas in ([f"{closed}\n\nYes."], list(f"\n{closed}Yes.")):
         assert parts_of(deltas, reasoning, None, prompt="<user>x<bot>\n") == [Text("Yes.")]
@@ -497,8 +497,8 @@ def test_the_end_of_a_reasoning_that_never_began_is_no_text(reasoning: str) -> N
     assert parts_of([f"{closed}."], reasoning, None, prompt="<bot>Yes", continued="Yes") == [Text(f"{closed}.")]
 
 
-def test_hostile_schemas_take_no_time() -> None:
-    """References that fan out, and that are deeper than Python goes: nothing is known of the type then."""
+def test_deep_and_fanned_out_references_in_schemas_are_resolved_quickly() -> None:
+    """References deeper than Python's recursion limit leave the argument's type unknown."""
     deep = {f"d{index}": {"anyOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(5000)}
     wide = {f"w{index}": {"allOf": [{"$ref": f"#/$defs/w{index + 1}"}] * 9} for index in range(50)}
     text = "<function=f><parameter=a>7</parameter><parameter=b>7</parameter></function>"
@@ -509,7 +509,7 @@ def test_hostile_schemas_take_no_time() -> None:
     assert time.thread_time() - start < 2
 
 
-def test_the_schema_is_not_read_again_for_each_argument() -> None:
+def test_schema_is_read_once_for_all_arguments_of_a_call() -> None:
     schema = {"allOf": [{"properties": {f"p{index}": {}}} for index in range(10_000)]}
     text = f"<function=f>{'<parameter=p7>7</parameter>' * 400}</function>"
     start = time.thread_time()
@@ -531,7 +531,7 @@ def test_the_schema_is_not_read_again_for_each_argument() -> None:
         ("[get-time(a=9)]", None),
     ],
 )
-def test_what_is_no_python_is_read_if_the_request_names_it(text: str, arguments: Any) -> None:
+def test_pythonic_names_that_are_no_identifiers_are_parsed_if_the_request_has_them(text: str, arguments: Any) -> None:
     schemas = {"get-weather": {"properties": {"a": {}, "x-y": {}, "$top": {}, "": {}}}}
     for deltas in ([text], list(text)):
         found = parts_of(deltas, None, "pythonic", schemas=schemas)
@@ -542,30 +542,30 @@ def test_what_is_no_python_is_read_if_the_request_names_it(text: str, arguments:
             assert isinstance(found[1], Arguments)
             assert json.loads(found[1].text) == arguments
     names = ["ns:tool", "3d_render", "srv/tool", "$f", "größe"]
-    listed = f"[{', '.join(f'{name}()' for name in names)}]"
-    assert parts_of([listed], None, "pythonic", schemas={name: {} for name in names}) == calls(*((name, "{}") for name in names))
-    assert parts_of([listed], None, "pythonic") == [Text(listed)]
+    call_list = f"[{', '.join(f'{name}()' for name in names)}]"
+    assert parts_of([call_list], None, "pythonic", schemas={name: {} for name in names}) == calls(*((name, "{}") for name in names))
+    assert parts_of([call_list], None, "pythonic") == [Text(call_list)]
 
 
-@pytest.mark.parametrize(("parser", "text"), TEXTS)
-def test_what_is_no_call_is_text(parser: str, text: str) -> None:
+@pytest.mark.parametrize(("parser", "text"), TEXTS_WITHOUT_CALLS)
+def test_malformed_call_stays_text(parser: str, text: str) -> None:
     assert parts_of([text], None, parser, schemas=SCHEMAS) == [Text(text)]
     assert parts_of(list(text), None, parser, schemas=SCHEMAS) == [Text(text)]
 
 
-def cut(text: str, luck: random.Random) -> list[str]:
-    """Into deltas, some of them empty, as tokens come."""
-    places = sorted(luck.randrange(len(text) + 1) for _ in range(luck.randrange(1, 2 + len(text) // luck.choice([1, 4, 20]))))
+def random_deltas(text: str, rng: random.Random) -> list[str]:
+    """Splits a text at random places, as tokens do; some deltas are empty."""
+    places = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 2 + len(text) // rng.choice([1, 4, 20]))))
     return [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_the_cuts_do_not_matter(parser: str, text: str, expected: list[Part]) -> None:
-    luck = random.Random(text)
+def test_parts_do_not_depend_on_how_text_is_split_into_deltas(parser: str, text: str, expected: list[Part]) -> None:
+    rng = random.Random(text)
     assert parts_of(list(text), None, parser, schemas=SCHEMAS) == expected
     for _ in range(60):
-        assert parts_of(cut(text, luck), None, parser, schemas=SCHEMAS) == expected
-    for length in range(0, len(text), 3):  # an answer that was cut off
+        assert parts_of(random_deltas(text, rng), None, parser, schemas=SCHEMAS) == expected
+    for length in range(0, len(text), 3):  # a truncated answer
         short = text[:length]
         assert parts_of(list(short), None, parser, schemas=SCHEMAS) == parts_of([short], None, parser, schemas=SCHEMAS)
 
@@ -599,43 +599,43 @@ WORDS = [
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_random_texts_never_break_a_reader(parser: str) -> None:
-    """Neither cuts nor nonsense change what comes out, and no character outside a call is lost but spaces next to one."""
-    luck = random.Random(parser)
-    family = [*markers(None, parser), *(marker[: len(marker) // 2] for marker in markers(None, parser))]
+def test_random_texts_give_equal_parts_for_any_split_and_lose_no_text(parser: str) -> None:
+    """Malformed text included. No character outside a call is lost but for white space next to one."""
+    rng = random.Random(parser)
+    parser_markers = [*markers(None, parser), *(marker[: len(marker) // 2] for marker in markers(None, parser))]
     kind = {"deepseek_v31": "deepseek_v3", "mistral_args": "mistral"}.get(parser, parser)
     examples = [case[1] for case in CASES if case[0] == kind]
-    told = 0
+    texts_with_calls = 0
     for _ in range(500):
-        text = luck.choice(examples)[: luck.randrange(400)] if luck.random() < 0.4 else ""
-        text += "".join(luck.choice(family if luck.random() < 0.3 else WORDS) for _ in range(luck.randrange(1, 25)))
-        schemas = SCHEMAS if luck.random() < 0.7 else None
+        text = rng.choice(examples)[: rng.randrange(400)] if rng.random() < 0.4 else ""
+        text += "".join(rng.choice(parser_markers if rng.random() < 0.3 else WORDS) for _ in range(rng.randrange(1, 25)))
+        schemas = SCHEMAS if rng.random() < 0.7 else None
         whole = parts_of([text], None, parser, schemas=schemas)
-        assert parts_of(cut(text, luck), None, parser, schemas=schemas) == whole, text
+        assert parts_of(random_deltas(text, rng), None, parser, schemas=schemas) == whole, text
         assert parts_of(list(text), None, parser, schemas=schemas) == whole, text
-        told += any(isinstance(part, Call) for part in whole)
+        texts_with_calls += any(isinstance(part, Call) for part in whole)
         if not any(isinstance(part, Call | Reasoning) for part in whole) and parser != "harmony":
             assert whole == ([Text(text)] if text else [])
         rest = text
-        for part in whole:  # texts stand in their order
-            if isinstance(part, Text) and parser != "harmony":  # there, texts of several messages are joined
+        for part in whole:  # texts keep their order
+            if isinstance(part, Text) and parser != "harmony":  # which joins the texts of several messages
                 assert part.text in rest
                 rest = rest[rest.index(part.text) + len(part.text) :]
             if isinstance(part, Arguments):
                 part.text.encode()
-    assert told > 10
+    assert texts_with_calls > 10
 
 
-def generated(parser: str, luck: random.Random) -> tuple[str, list[Part]]:
-    """Texts around calls as the parser's models write them, and what they are."""
+def random_answer(parser: str, rng: random.Random) -> tuple[str, list[Part]]:
+    """Random text around calls as models of this parser's family write them, and the expected parts."""
     text, count = "", 0
     parts: list[Part] = []
     examples = [(case[1], case[2]) for case in CASES if case[0] == parser and not isinstance(case[2][0], Text)]
-    for _ in range(luck.randrange(1, 4)):
-        words = " ".join(luck.choice(["So", "the", "answer", "is <b>", "{x}", "naïve 🦊"]) for _ in range(luck.randrange(1, 6)))
-        example, found = luck.choice([example for example in examples if not isinstance(example[1][-1], Text)])
-        text += luck.choice(["", "\n", "  "] if count else [""]) + words + luck.choice(["", "\n\n", " "]) + example
-        parts.append(Text(words))
+    for _ in range(rng.randrange(1, 4)):
+        prose = " ".join(rng.choice(["So", "the", "answer", "is <b>", "{x}", "naïve 🦊"]) for _ in range(rng.randrange(1, 6)))
+        example, found = rng.choice([example for example in examples if not isinstance(example[1][-1], Text)])
+        text += rng.choice(["", "\n", "  "] if count else [""]) + prose + rng.choice(["", "\n\n", " "]) + example
+        parts.append(Text(prose))
         for part in found:
             assert isinstance(part, Call | Arguments)
             parts.append(replace(part, index=count + part.index))
@@ -644,34 +644,34 @@ def generated(parser: str, luck: random.Random) -> tuple[str, list[Part]]:
 
 
 @pytest.mark.parametrize("parser", ["hermes", "mistral", "deepseek_v3", "kimi_k2", "gemma4", "glm45", "qwen3_coder", "seed_oss"])
-def test_text_around_calls_is_kept(parser: str) -> None:
-    luck = random.Random(parser)
+def test_text_around_calls_is_kept_for_any_split(parser: str) -> None:
+    rng = random.Random(parser)
     for _ in range(200):
-        text, expected = generated(parser, luck)
-        assert parts_of(cut(text, luck), None, parser, schemas=SCHEMAS) == expected, text
+        text, expected = random_answer(parser, rng)
+        assert parts_of(random_deltas(text, rng), None, parser, schemas=SCHEMAS) == expected, text
 
 
 @pytest.mark.parametrize("name", REASONING_FORMS)
-def test_reasoning(name: str) -> None:
-    thoughts = REASONING_FORMS[name]
-    [opened, *_], [closed, *_] = thoughts.opens, thoughts.closes
-    told = [Reasoning("Hm,  so\n <b>"), Text("Yes. ")]
+def test_reasoning_is_separated_from_text_also_when_it_began_in_the_prompt(name: str) -> None:
+    form = REASONING_FORMS[name]
+    [opened, *_], [closed, *_] = form.opens, form.closes
+    parts = [Reasoning("Hm,  so\n <b>"), Text("Yes. ")]
     text = f"\n{opened}\nHm,  so\n <b>\n{closed}\n\nYes. "
-    for deltas in ([text], list(text), *(cut(text, random.Random(seed)) for seed in range(50))):
-        assert parts_of(deltas, name, None) == told
-    begun = text.partition(opened)[2]
-    assert parts_of(list(begun), name, None, prompt=f"<user>Hi {opened}\n") == told
-    assert parts_of([begun], name, None, prompt=f"<user>Hi {opened} {closed}\n") == [Text(begun)]
-    goes_on = begun.removeprefix("\nHm,")
+    for deltas in ([text], list(text), *(random_deltas(text, random.Random(seed)) for seed in range(50))):
+        assert parts_of(deltas, name, None) == parts
+    without_opening = text.partition(opened)[2]
+    assert parts_of(list(without_opening), name, None, prompt=f"<user>Hi {opened}\n") == parts
+    assert parts_of([without_opening], name, None, prompt=f"<user>Hi {opened} {closed}\n") == [Text(without_opening)]
+    rest = without_opening.removeprefix("\nHm,")
     for continued, expected in (
         (f"\n{opened}\nHm,", [Reasoning("  so\n <b>"), Text("Yes. ")]),
         (f"{opened}\n", [Reasoning("so\n <b>"), Text("Yes. ")]),
-        (f"{opened}Hm{closed} So", [Text(goes_on)]),
-        (f"We write {opened}", [Text(goes_on)]),
-        ("So", [Text(goes_on)]),
+        (f"{opened}Hm{closed} So", [Text(rest)]),
+        (f"We write {opened}", [Text(rest)]),
+        ("So", [Text(rest)]),
     ):
         prompt = f"<user>Hi {opened}<bot>{continued}"
-        assert parts_of(list(goes_on), name, None, prompt=prompt, continued=continued) == expected
+        assert parts_of(list(rest), name, None, prompt=prompt, continued=continued) == expected
     assert parts_of(list(" Yes <"), name, None) == [Text(" Yes <")]
     assert parts_of(list(f"Yes {opened}"), name, None) == [Text(f"Yes {opened}")]
     assert parts_of(list(f"{opened}Hm \n"), name, None) == [Reasoning("Hm \n")]
@@ -682,39 +682,39 @@ def test_reasoning(name: str) -> None:
     ("name", "opened", "closed"), [("hunyuan_a13b", "<answer>", "</answer>"), ("ernie45", "<response>", "</response>")]
 )
 @pytest.mark.parametrize("tools", [None, "hermes"])
-def test_what_an_answer_stands_between_is_left_out(name: str, opened: str, closed: str, tools: str | None) -> None:
+def test_markers_around_the_answer_after_reasoning_are_removed(name: str, opened: str, closed: str, tools: str | None) -> None:
     call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>' if tools else ""
-    told = calls(("now", "{}")) if tools else []
+    call_parts = calls(("now", "{}")) if tools else []
 
-    def read(text: str, prompt: str = "", continued: str = "") -> None:
-        for deltas in ([text], list(text), cut(text, random.Random(text))):
+    def check(text: str, prompt: str = "", continued: str = "") -> None:
+        for deltas in ([text], list(text), random_deltas(text, random.Random(text))):
             found = parts_of(deltas, name, tools, prompt=prompt, continued=continued, schemas=SCHEMAS)
             assert [part for part in found if not isinstance(part, Reasoning)] == expected, text
 
-    expected: list[Part] = [Text("Yes <b> or\n no"), *told]
+    expected: list[Part] = [Text("Yes <b> or\n no"), *call_parts]
     for thought in ("<think>\nHm\n</think>\n", ""):
-        read(f"{thought}{opened}\nYes <b> or\n no\n{closed}{call}\n")
-        read(f"{thought}{opened}Yes <b> or\n no{call}{closed}")
-        read(f"{thought}{opened}\nYes <b> or\n no{call}")
-    read(f"Hm</think>\n{opened}\nYes <b> or\n no\n{closed}{call}", "<think>\n")
-    read(f"Yes <b> or\n no\n{closed}{call}", continued=f"<think>Hm</think>{opened}\nSo:\n")
-    # What is not between them stays.
-    expected = [Text(f"Yes{closed}"), *told]
-    read(f"Yes{closed}{call}", continued=f"{opened}So{closed}")
+        check(f"{thought}{opened}\nYes <b> or\n no\n{closed}{call}\n")
+        check(f"{thought}{opened}Yes <b> or\n no{call}{closed}")
+        check(f"{thought}{opened}\nYes <b> or\n no{call}")
+    check(f"Hm</think>\n{opened}\nYes <b> or\n no\n{closed}{call}", "<think>\n")
+    check(f"Yes <b> or\n no\n{closed}{call}", continued=f"<think>Hm</think>{opened}\nSo:\n")
+    # Markers that are not a pair around the answer stay.
+    expected = [Text(f"Yes{closed}"), *call_parts]
+    check(f"Yes{closed}{call}", continued=f"{opened}So{closed}")
     expected = [Text(f"Yes {opened} and {closed}.")]
-    read(f"<think>Hm</think>\nYes {opened} and {closed}.")
+    check(f"<think>Hm</think>\nYes {opened} and {closed}.")
     expected = [Text(f"Yes{closed}")]
-    read(f"{opened}\n{closed}Yes{closed}")
+    check(f"{opened}\n{closed}Yes{closed}")
 
 
-def test_gemmas_thoughts_have_a_name() -> None:
-    told = [Reasoning("Hm"), *calls(("now", "{}"))]
+def test_gemma_4_reasoning_channel_is_recognized_by_its_name() -> None:
+    expected = [Reasoning("Hm"), *calls(("now", "{}"))]
     for text in (
         "<|channel>thought\nHm\n<channel|><|tool_call>call:now{}<tool_call|>",
         "<|channel>Hm<channel|><|tool_call>call:now{}",
     ):
         for deltas in ([text], list(text)):
-            assert parts_of(deltas, "gemma4", "gemma4", schemas=SCHEMAS) == told
+            assert parts_of(deltas, "gemma4", "gemma4", schemas=SCHEMAS) == expected
     assert parts_of(list("<|channel>thought\n<channel|>Yes"), "gemma4", "gemma4") == [Text("Yes")]
     assert parts_of(list("hm<channel|>Hi"), "gemma4", None, prompt="<|channel>thought\n") == [Reasoning("hm"), Text("Hi")]
     assert parts_of(list("<|channel>thoughts<channel|>Hi"), "gemma4", None) == [Reasoning("thoughts"), Text("Hi")]
@@ -743,20 +743,20 @@ ASSISTANT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
         (f"{ASSISTANT}<|channel|>analysis<|message|>I", " th<|end|><|channel|>final<|message|>A", [Reasoning(" th"), Text("A")]),
         (f"{ASSISTANT}<|channel|>final<|message|>I", " see.<|return|>", [Text(" see.")]),
         (f"{ASSISTANT}<|channel|>final<|message|>I<|end|>", "so", [Text("so")]),
-        # Tools that gpt-oss comes with, and the request does not.
+        # gpt-oss's built-in tools, which the request doesn't have.
         (ASSISTANT, "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [Reasoning("print(1)")]),
         (ASSISTANT, '<|channel|>commentary to=browser.open<|message|>{"id": 1}<|call|>', [Reasoning('{"id": 1}')]),
         (ASSISTANT, "<|channel|>commentary to=now<|message|>{}<|call|>", calls(("now", "{}"))),
         (ASSISTANT, "<|channel|>commentary to=functions.now<|message|>no JSON<|call|>", [Text("no JSON")]),
     ],
 )
-def test_a_message_may_begin_in_the_prompt(prompt: str, text: str, expected: list[Part]) -> None:
-    luck = random.Random(text)
-    for deltas in ([text], list(text), *(cut(text, luck) for _ in range(20))):
+def test_harmony_message_that_begins_in_the_prompt_is_parsed(prompt: str, text: str, expected: list[Part]) -> None:
+    rng = random.Random(text)
+    for deltas in ([text], list(text), *(random_deltas(text, rng) for _ in range(20))):
         assert parts_of(deltas, "harmony", "harmony", prompt=prompt, schemas=SCHEMAS) == expected
 
 
-def test_calls_after_reasoning() -> None:
+def test_calls_after_reasoning_are_parsed_and_calls_within_it_are_not() -> None:
     thought = '<think>I <tool_call>{"name": "now"}</tool_call>?\n</think>\n\n'
     text = f'{thought}<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>'
     expected = [Reasoning('I <tool_call>{"name": "now"}</tool_call>?'), *calls(("weather", PARIS))]
@@ -766,21 +766,21 @@ def test_calls_after_reasoning() -> None:
     assert parts_of(list(bare), "mistral", "llama3_json", schemas=SCHEMAS) == [Reasoning("so"), *calls(("weather", PARIS))]
 
 
-def test_arguments_stream_as_they_grow() -> None:
+def test_arguments_are_streamed_as_they_are_generated() -> None:
     read = reader(None, "hermes")
     assert read.push('<tool_call>{"name": "now", "arguments": ') == []
-    [call, begun] = read.push('{"a": "on')
+    [call, first] = read.push('{"a": "on')
     assert isinstance(call, Call)
-    assert begun == Arguments(0, '{"a": "on')
+    assert first == Arguments(0, '{"a": "on')
     assert read.push("e tw") == [Arguments(0, "e tw")]
     assert read.push('o"') == [Arguments(0, 'o"')]
     assert read.push("}}</tool") == [Arguments(0, "}")]
     assert read.push("_call>") == []
     read = reader(None, "gemma4")
     assert read.push("<|tool_call>call:now") == []
-    [call, begun] = read.push('{a:<|"|>on')
+    [call, first] = read.push('{a:<|"|>on')
     assert isinstance(call, Call)
-    assert begun == Arguments(0, '{"a": "on')
+    assert first == Arguments(0, '{"a": "on')
     assert read.push('e "tw<|') == [Arguments(0, 'e \\"tw')]
     assert read.push('"|>') == [Arguments(0, '"')]
     assert read.push("}<tool") == [Arguments(0, "}")]
@@ -790,7 +790,7 @@ def test_arguments_stream_as_they_grow() -> None:
     assert read.push("rk\n</para") == [Arguments(0, "rk")]
 
 
-def test_text_is_not_held_back() -> None:
+def test_text_is_held_back_only_while_it_may_become_a_marker() -> None:
     read = reader("qwen3", "hermes")
     assert read.push("Hello") == [Text("Hello")]
     assert read.push(" wor") == [Text(" wor")]
@@ -800,12 +800,12 @@ def test_text_is_not_held_back() -> None:
     assert read.push("s>") == [Text("<tools>")]
 
 
-def test_a_call_that_breaks_after_it_was_told_goes_on_as_text() -> None:
+def test_call_that_becomes_malformed_while_streamed_continues_as_text() -> None:
     found = parts_of(list('<tool_call>{"name": "now", "arguments": {"a": nope}}</tool_call>'), None, "hermes")
     assert found == [*calls(("now", '{"a": ')), Text("nope}}</tool_call>")]
 
 
-def test_several_answers_have_different_ids() -> None:
+def test_call_ids_are_unique_or_those_that_the_model_wrote() -> None:
     text = '<tool_call>{"name": "now"}</tool_call>' * 3
     ids = [part.id for _ in range(3) for part in reader(None, "hermes").push(text + "x") if isinstance(part, Call)]
     assert len(set(ids)) == 9
@@ -822,8 +822,8 @@ def test_several_answers_have_different_ids() -> None:
 
 
 @pytest.mark.parametrize("parser", [*FORMS, "harmony"])
-def test_hostile_texts_take_no_time(parser: str) -> None:
-    """Linear: a text of twice the length takes no more than a few times as long, and deep nesting breaks nothing."""
+def test_parse_time_of_long_and_deeply_nested_texts_is_linear(parser: str) -> None:
+    """A text of twice the length takes no more than a few times as long, and deep nesting breaks nothing."""
     opened = (*markers(None, parser), "")
     start = time.thread_time()
     for text in ("[" * 20_000, '{"name": "now", "arguments": ' + '{"a":' * 5000, " \n" * 10_000, "<" * 20_000, '{"a":"\\' * 3000):
@@ -833,8 +833,8 @@ def test_hostile_texts_take_no_time(parser: str) -> None:
     assert time.thread_time() - start < 20
 
 
-def test_reading_text_is_cheap() -> None:
-    """2 us per token are usual; the bound is for a crowded machine."""
+def test_plain_text_is_read_within_40_microseconds_per_token() -> None:
+    """2 us are usual; the bound leaves room for a busy machine."""
     read = reader("qwen3", "hermes")
     read.push("Once")
     start = time.thread_time()
@@ -874,11 +874,11 @@ def test_reading_text_is_cheap() -> None:
         ("{{ tools | tojson }}", ("json", None)),
     ],
 )
-def test_a_template_tells_the_parsers(template: str, expected: tuple[str | None, str | None]) -> None:
+def test_parsers_are_detected_from_the_chat_template(template: str, expected: tuple[str | None, str | None]) -> None:
     assert detect(template) == expected
 
 
-def test_the_operator_chooses_among_all_parsers() -> None:
+def test_parser_options_list_all_parsers_and_override_detection() -> None:
     assert set(TOOL_CALL_PARSERS) == {*TOOL_PARSERS, "auto", "none"}
     assert set(config.REASONING_PARSERS) == {*REASONING_PARSERS, "auto", "none"}
     assert chosen(("auto", "none"), ("hermes", "qwen3")) == ("hermes", None)
@@ -887,7 +887,7 @@ def test_the_operator_chooses_among_all_parsers() -> None:
     assert {name for name, _ in REASONING_HINTS} <= set(REASONING_PARSERS)
 
 
-def test_every_parser_can_be_chosen() -> None:
+def test_every_combination_of_parsers_passes_plain_text_through() -> None:
     for tools in (None, *TOOL_PARSERS):
         for reasoning in (None, *REASONING_PARSERS):
             text = "Hello <b>, [1] {2}"
@@ -895,10 +895,10 @@ def test_every_parser_can_be_chosen() -> None:
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_space_without_end_takes_no_longer_for_each_character(parser: str) -> None:
-    """Small models go on with it, and where it may belong to a marker it is held back: it is searched once."""
+def test_endless_white_space_is_read_in_linear_time(parser: str) -> None:
+    """Small models can repeat it endlessly. It is held back where it may belong to a marker, and must be searched only once."""
     parsing, start = reader(None, parser), time.thread_time()
     for _ in range(60_000):
         parsing.push("\n")
     parsing.push("x")
-    assert time.thread_time() - start < 3  # 0.1, and 10 if it is searched again each time
+    assert time.thread_time() - start < 3  # 0.1 is usual; 10 if it were searched again with each character
