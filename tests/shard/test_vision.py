@@ -25,7 +25,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.step import Span, parted
 
 from . import tiny, vision_models
-from .driver import Flying, Habits, drive
+from .driver import OverlappingEngine, Traffic, drive
 from .test_against_transformers import SpanRunner, assert_logits_close
 from .test_multimodal_text import save_in_older_hub_layout
 from .vision_models import MODELS, ImagePrompt
@@ -111,7 +111,7 @@ def test_greedy_tokens_and_beams_equal_transformers(vision_model: VisionModel) -
     prompts = [prompt_of(vision_model, seed) for seed in range(3)]
     engine = vision_models.engine(vision_model[2], 256, 4)
     searched = [group(10 + uid, prompt, search=Search(3, 3)) for uid, prompt in enumerate(prompts)]
-    result = drive(engine, [*(group(uid, prompt) for uid, prompt in enumerate(prompts)), *searched], Habits(7), seed=1)
+    result = drive(engine, [*(group(uid, prompt) for uid, prompt in enumerate(prompts)), *searched], Traffic(7), seed=1)
     assert not result.failed
     for uid, prompt in enumerate(prompts):
         assert [result.tokens[uid, 0]] == transformers_tokens(vision_model, prompt)
@@ -137,10 +137,10 @@ def test_answers_do_not_depend_on_batch_preemption_and_prefix_cache(vision_model
     alone = {}
     for one in groups():
         engine = vision_models.engine(vision_model[2], 2048 // page_size, page_size, prefix_caching=False)
-        alone |= drive(engine, [one], Habits()).tokens
+        alone |= drive(engine, [one], Traffic()).tokens
     engine = vision_models.engine(vision_model[2], 640 // page_size, page_size, overlap="on" if page_size == 4 else "off")
-    shard = Flying(engine, random.Random(1)) if engine.overlaps else engine
-    result = drive(shard, [*groups(), *(replace(one, uid=one.uid + 10) for one in groups())], Habits(7, pauses=2), seed=page_size)
+    shard = OverlappingEngine(engine, random.Random(1)) if engine.overlaps else engine
+    result = drive(shard, [*groups(), *(replace(one, uid=one.uid + 10) for one in groups())], Traffic(7, pauses=2), seed=page_size)
     assert not result.failed
     assert result.cached or vision_model[0].startswith(RECURRENT)  # whose prefix cache holds only longer prefixes
     assert result.pauses
@@ -151,13 +151,13 @@ def test_answers_do_not_depend_on_batch_preemption_and_prefix_cache(vision_model
 
 def test_tokens_of_two_ranks_equal_those_of_one(vision_model: VisionModel) -> None:
     def work(ranks: Ranks) -> dict[tuple[int, int], list[int]]:
-        return drive(vision_models.rank_engine(vision_model[2], ranks, 4), groups(), Habits(7, pause=0.05), seed=2).tokens
+        return drive(vision_models.rank_engine(vision_model[2], ranks, 4), groups(), Traffic(7, pause=0.05), seed=2).tokens
 
     def groups() -> list[Group]:
         return [group(uid, prompt_of(vision_model, uid)) for uid in range(4)]
 
     first, second = tiny.ThreadedRanks().run(work)
-    assert first == second == drive(vision_models.engine(vision_model[2], 128, 4), groups(), Habits(7), seed=2).tokens
+    assert first == second == drive(vision_models.engine(vision_model[2], 128, 4), groups(), Traffic(7), seed=2).tokens
 
 
 @pytest.mark.parametrize("vision_model", ["Qwen2_5_VL", "Gemma3"], indirect=True)
@@ -177,7 +177,7 @@ def test_invalid_image_request_fails_alone(vision_model: VisionModel, change: An
     """With a message; the other request in the batch gets its answer."""
     engine = vision_models.engine(vision_model[2], 64, 4)
     invalid = group(1, prompt_of(vision_model, 1))
-    result = drive(engine, [replace(invalid, **change(invalid)), group(2, prompt_of(vision_model, 2))], Habits())
+    result = drive(engine, [replace(invalid, **change(invalid)), group(2, prompt_of(vision_model, 2))], Traffic())
     assert words in result.failed[1]
     assert len(result.tokens[2, 0]) == 9
 
@@ -185,13 +185,13 @@ def test_invalid_image_request_fails_alone(vision_model: VisionModel, change: An
 def test_request_with_text_tokens_in_place_of_image_tokens_fails(vision_model: VisionModel) -> None:
     engine, prompt = vision_models.engine(vision_model[2], 64, 4), prompt_of(vision_model, 1)
     invalid = tiny.group(1, [token % 100 for token in prompt.tokens], 9, images=prompt.pictures)
-    assert "where its images should be" in drive(engine, [invalid], Habits()).failed[1]
+    assert "where its images should be" in drive(engine, [invalid], Traffic()).failed[1]
 
 
 def test_image_request_fails_if_the_image_encoder_is_off(vision_model: VisionModel) -> None:
     engine, prompt = vision_models.engine(vision_model[2], 64, 4), prompt_of(vision_model, 1)
     engine.decoder.vision = None
-    assert "--max-images 0" in drive(engine, [group(1, prompt)], Habits()).failed[1]
+    assert "--max-images 0" in drive(engine, [group(1, prompt)], Traffic()).failed[1]
 
 
 def test_pixels_are_freed_once_the_prompt_is_computed(vision_model: VisionModel) -> None:
@@ -216,7 +216,7 @@ def test_out_of_memory_splits_steps_without_cutting_images(vision_model: VisionM
     def groups() -> list[Group]:
         return [group(uid, prompt, choices=1 + uid % 2) for uid, prompt in enumerate(prompts)]
 
-    expected = drive(vision_models.engine(vision_model[2], 256, 4), groups(), Habits(60)).tokens
+    expected = drive(vision_models.engine(vision_model[2], 256, 4), groups(), Traffic(60)).tokens
     engine = vision_models.engine(vision_model[2], 256, 4)
     forward, failures = engine.forward, []
 
@@ -228,7 +228,7 @@ def test_out_of_memory_splits_steps_without_cutting_images(vision_model: VisionM
         return result
 
     monkeypatch.setattr(engine, "forward", scarce)
-    result = drive(engine, groups(), Habits(60))
+    result = drive(engine, groups(), Traffic(60))
     assert failures
     assert not result.failed
     assert result.tokens == expected
@@ -275,12 +275,12 @@ def test_image_is_encoded_once_for_several_requests(vision_model: VisionModel, m
     image = prompt_of(vision_model, 3, [(2, 3)], words=3)
     engine = vision_models.engine(vision_model[2], 256, 16)
     encodings = count_encodings(engine, monkeypatch)
-    first = drive(engine, [group(1, image)], Habits())
+    first = drive(engine, [group(1, image)], Traffic())
     assert encodings.count == 1
     questions = [group(2 + number, with_other_question(image, number)) for number in range(10)]
     engine.prefill(1, questions, [(one.uid, 100) for one in questions], 1000, [])
     assert encodings.count == 1
-    assert drive(vision_models.engine(vision_model[2], 256, 16), [group(1, image)], Habits()).tokens == first.tokens
+    assert drive(vision_models.engine(vision_model[2], 256, 16), [group(1, image)], Traffic()).tokens == first.tokens
 
 
 def test_cached_images_are_not_shared_across_cache_keys(vision_model: VisionModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ def test_cached_images_are_not_shared_across_cache_keys(vision_model: VisionMode
     image = prompt_of(vision_model, 3, [(2, 3)], words=3)
     engine = vision_models.engine(vision_model[2], 256, 16)
     encodings = count_encodings(engine, monkeypatch)
-    drive(engine, [group(1, image), group(2, image, cache_key="b"), group(3, image, cache_key="b")], Habits())
+    drive(engine, [group(1, image), group(2, image, cache_key="b"), group(3, image, cache_key="b")], Traffic())
     assert encodings.count == 2
 
 
@@ -300,7 +300,7 @@ def test_step_encodes_no_more_images_than_its_token_budget(vision_model: VisionM
     images = [prompt_of(vision_model, seed, [(4, 4)], words=words) for seed in range(8)]
     most_images = 40 // images[0].pictures[0].tokens
     engine = vision_models.engine(vision_model[2], 256, 4)
-    alone = drive(engine, [group(uid, image) for uid, image in enumerate(images)], Habits()).tokens
+    alone = drive(engine, [group(uid, image) for uid, image in enumerate(images)], Traffic()).tokens
     monkeypatch.setattr(engine.decoder.vision, "_cache", ImageCache(16))
     encodings = count_encodings(engine, monkeypatch)
     groups = [group(uid, image) for uid, image in enumerate(images)]
@@ -359,7 +359,7 @@ def test_bfloat16_logits_are_close_to_transformers_float32(vision_model: VisionM
 def test_dummy_weights_answer_a_prompt_with_images(vision_model: VisionModel) -> None:
     """Any answer will do."""
     engine = vision_models.engine(vision_model[2], 64, 4, load_format="dummy")
-    result = drive(engine, [group(1, prompt_of(vision_model, 1))], Habits())
+    result = drive(engine, [group(1, prompt_of(vision_model, 1))], Traffic())
     assert len(result.tokens[1, 0]) == 9
 
 
@@ -389,7 +389,7 @@ def test_deepseek_ocr_2_logits_and_tokens_equal_transformers(tmp_path: Path) -> 
             found.append(runner.run(parted([Span(sequence, start, tokens, wanted=len(tokens))])))
         assert_logits_close(torch.cat(found), vision_models.logits(reference, "DeepseekOcr2", prompt))
     engine = vision_models.engine(tmp_path, 256, 16)
-    habits = Habits(200, pause=0.1)
+    habits = Traffic(200, pause=0.1)
     result = drive(engine, [group(uid, prompt) for uid, prompt in enumerate([*prompts, prompts[0]])], habits, seed=3)
     assert [result.tokens[uid, 0] for uid in range(3)] == [
         transformers_tokens(vision_model, prompts[uid % 2])[0] for uid in range(3)
@@ -519,8 +519,8 @@ def test_text_is_served_if_the_image_encoder_cannot_be_loaded(
     assert engine.decoder.vision is None
     assert "text alone is served" in caplog.text
     text_request = tiny.group(1, [11, 12, 13], 9)
-    expected = drive(vision_models.engine(original), [tiny.group(1, [11, 12, 13], 9)], Habits())
-    assert drive(engine, [text_request], Habits()).tokens == expected.tokens
+    expected = drive(vision_models.engine(original), [tiny.group(1, [11, 12, 13], 9)], Traffic())
+    assert drive(engine, [text_request], Traffic()).tokens == expected.tokens
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Idefics3", "Llava"])
