@@ -137,7 +137,7 @@ class Server:
         with connection:
             if reply.status in (401, 403):
                 raise Failed(_message(reply))
-            with suppress(ValueError, LookupError, TypeError):
+            with suppress(OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
                 return str(json.loads(reply.read())["data"][0]["id"]) if reply.status == 200 else ""
         return ""
 
@@ -151,7 +151,7 @@ class Server:
             try:
                 for line in reply:
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                        piece = _piece(json.loads(data))
+                        piece = _piece(data)
                         ended = ended or bool(piece.reason)
                         yield piece
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -189,8 +189,15 @@ class _Connection:
         self._connection.close()
 
 
-def _piece(event: dict[str, Any]) -> StreamDelta:
-    """A Piece from an event. Raises Failed for an error in the middle of a stream."""
+def _piece(data: bytes) -> StreamDelta:
+    """The content of an event. Raises Failed for an error in the middle of a stream, ValueError for what is no event."""
+    try:
+        return _delta(json.loads(data))
+    except (AttributeError, TypeError, OverflowError, RecursionError):
+        raise ValueError(f"no event of a chat: {data[:80].decode(errors='replace')}") from None
+
+
+def _delta(event: dict[str, Any]) -> StreamDelta:
     if event.get("error"):
         error = event["error"]
         raise Failed(str(error.get("message", error) if isinstance(error, dict) else error))
@@ -200,17 +207,18 @@ def _piece(event: dict[str, Any]) -> StreamDelta:
         return StreamDelta(tokens=tokens)
     delta = choice.get("delta") or {}
     thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return StreamDelta(delta.get("content") or "", thought, tokens, choice.get("finish_reason") or "")
+    return StreamDelta("" + (delta.get("content") or ""), "" + thought, tokens, choice.get("finish_reason") or "")
 
 
 def _message(reply: http.client.HTTPResponse) -> str:
     """The error message of an error response."""
-    data = reply.read()
+    data = b""
     try:
+        data = reply.read()
         content = json.loads(data)
         error = content.get("error", content) if isinstance(content, dict) else content
         text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except ValueError:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):
         text = data.decode(errors="replace").strip()[:200] or reply.reason
     return f"{text} (status {reply.status})"
 

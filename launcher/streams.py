@@ -1,5 +1,7 @@
-"""Repairs the three standard streams, which whoever started this process may have closed."""
+"""Repairs the three standard streams, which whoever started this process may have closed, or given an encoding that lacks most
+characters."""
 
+import io
 import os
 import sys
 
@@ -16,3 +18,6 @@ def complete() -> None:
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - for as long as the process lives
+    # A name or an answer may have characters that the locale's encoding lacks: shown as \u20ac, instead of ending the process.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")

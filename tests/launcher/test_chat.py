@@ -221,6 +221,45 @@ def test_errors_in_a_pipe_are_one_line() -> None:
         assert answer.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        *("5", "null", "[]", '{"choices": [5]}', '{"choices": [{"delta": "x"}]}', '{"usage": 5}', "[" * 100_000),
+        *('{"usage": {"completion_tokens": Infinity}}', '{"usage": {"completion_tokens": [1]}}'),
+        *('{"choices": [{"delta": {"content": [{"text": "a"}]}}]}', '{"choices": [{"delta": {"reasoning": 1}}]}'),
+    ],
+)
+def test_event_of_another_form_is_a_failed_answer(event: str) -> None:
+    with (
+        fake_server([f"data: {event}\n\n".encode()]) as url,
+        pytest.raises(Failed, match="the answer was cut off: no event of a chat"),
+    ):
+        list(Server(url, "").stream({}))
+
+
+def test_response_that_is_cut_short_is_no_traceback() -> None:
+    def cut(self: FakeHandler) -> None:
+        self.send_response(FakeHandler.status)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+        self.wfile.write(b"{")
+        self.close_connection = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeHandler, "do_GET", cut)
+        patch.setattr(FakeHandler, "do_POST", cut)
+        with fake_server() as url:
+            assert Server(url, "").model() == ""
+        with fake_server(status=500) as url, pytest.raises(Failed, match=r"\(status 500\)"):
+            list(Server(url, "").stream({}))
+
+
+def test_characters_that_stdout_cannot_encode_are_escaped() -> None:
+    with fake_server([delta("a\ud800\u20ac", "stop")]) as url:
+        assert run_chat(url).stdout == "a\\ud800\u20ac\n"
+        assert run_chat(url, PYTHONIOENCODING="ascii").stdout == "a\\ud800\\u20ac\n"
+
+
 def test_conversation_with_set_system_and_reset_commands() -> None:
     with fake_server() as url:
         shown, conversation = run_conversation(
@@ -306,7 +345,7 @@ def test_answer_speed_counts_tokens_and_times() -> None:
 
 
 def test_invalid_url_is_refused_and_an_unreachable_server_reported() -> None:
-    for url in ("ftp://host", "http://", "http://host:port", "host"):
+    for url in ("ftp://host", "http://", "http://host:port", "host", "http://[::1", "http://a..b", f"http://{'a' * 70}"):
         with pytest.raises(Mistake):
             Server(url, "")
     with pytest.raises(Failed, match="nobody answers"):

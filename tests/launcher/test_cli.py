@@ -91,6 +91,16 @@ def test_closed_standard_streams_are_harmless_and_a_full_one_is_an_error(redirec
     assert (answer.returncode, answer.stderr) == (exit_code, error)
 
 
+def test_characters_that_stdout_cannot_encode_are_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "caf\u00e9"
+    folder.symlink_to(hub.DEMO_FOLDER)
+    command = [sys.executable, "-m", "penstock.launcher", "plan", str(folder)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert r"caf\xe9" in answer.stdout
+
+
 @pytest.mark.parametrize("arguments", [["plan", "/a\nb\x1b[31m\u2028"], ["serve", "--a\nb\x1b[31m\u2028"], ["a\nb\x1b[31m\u2028"]])
 def test_control_characters_in_arguments_are_escaped_in_the_error(arguments: list[str]) -> None:
     answer = run(*arguments)
