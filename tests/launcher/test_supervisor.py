@@ -243,9 +243,10 @@ def test_dead_replica_is_restarted_and_given_up_without_the_others(launch: Calla
 def test_killed_router_is_restarted_and_the_shards_stay(launch: Callable[..., Launcher]) -> None:
     launcher = launch("serves", "runs", restarts=1)
     launcher.read_until_up(2)
-    os.kill(launcher.pids("router")[0], signal.SIGKILL)
+    os.kill(launcher.pids("router")[0], signal.SIGRTMIN + 6)  # which has no name
     launcher.read_until("^penstock: ready again after")
     assert [len(launcher.pids(name)) for name in ("router", "shard-0")] == [2, 1]
+    assert f"penstock: router was killed by signal {signal.SIGRTMIN + 6}" in launcher.lines
     launcher.process.kill()  # restarted processes must not be orphaned either
     launcher.wait_for_exit()
     assert all_ended(launcher.pids(), 5)
