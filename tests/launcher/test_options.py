@@ -185,6 +185,13 @@ def test_invalid_options_are_refused_in_one_line(line: str, environment: dict[st
     assert "\n" not in str(caught.value)
 
 
+def test_file_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(Mistake, match="there is no such file"):
+        parse(f"--chat-template {loop}")
+
+
 def test_kv_pages_and_max_batch_total_tokens_may_both_be_given_if_they_agree() -> None:
     assert parse("--kv-pages 8 --max-batch-total-tokens 135").pool_pages == 8  # 16 tokens each
 
