@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.plot:
             report.plotter()  # before the work: it may be missing
     except OSError as mistake:
-        parser.error(f"{mistake.filename}: {mistake.strerror}")
+        parser.error(f"{mistake.filename or options.write or options.trace}: {mistake.strerror}")  # a full disk has no name
     except (ValueError, report.Missing) as mistake:
         parser.error(str(mistake))
     measures = Replay(setting(options), requests).run()
@@ -271,4 +271,7 @@ def _result_flags(parser: Parser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

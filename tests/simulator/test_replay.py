@@ -290,6 +290,7 @@ def test_machine_holds_the_same_number_of_tokens_with_any_page_size() -> None:
         (["--bursts", "1e-200"], "error: --poisson, --bursts or --waves is too near to 0 to reckon with"),
         (["--waves", "1e-320"], "error: --poisson, --bursts or --waves is too near to 0 to reckon with"),
         (["--hurry", "1e-320"], "error: --poisson, --bursts or --hurry is so near to 0 that requests never come"),
+        (["--write", "/dev/full"], "error: /dev/full: No space left on device"),
         (["--policy", "none"], "argument --policy/--prefill-policy: invalid choice: 'none'"),
     ],
 )
@@ -321,6 +322,15 @@ def test_closed_stdout_pipe_is_not_an_error() -> None:
     with open(write_end, "wb") as pipe:
         answer = subprocess.run(arguments, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def test_ctrl_c_ends_with_exit_code_130_and_no_traceback() -> None:
+    code = (
+        "import runpy\nfrom penstock.simulator.replay import Replay\ndef interrupted(self): raise KeyboardInterrupt\n"
+        "Replay.run = interrupted\nrunpy.run_module('penstock.simulator', run_name='__main__', alter_sys=True)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (130, "")
 
 
 def test_plot_is_written_as_svg(tmp_path: Path) -> None:
