@@ -96,7 +96,8 @@ class OpenAI:
         usage = chunk.usage
         if usage is not None:
             before, state.output_tokens, state.prompt_tokens = state.output_tokens, usage.completion_tokens, usage.prompt_tokens
-            if chunk.choices:
+            # Only from the beginning on: a number that comes with the last token is the whole answer's.
+            if chunk.choices and (state.counted or not begun):
                 state.counted = True
                 return max(0, state.output_tokens - before)
         return self._tokens(chunk.choices[0], begun) if chunk.choices and not state.counted else 0
