@@ -64,23 +64,31 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
 
 
 def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
-    """Writes and prints the results. Returns the exit code."""
+    """Prints and writes the results. Returns the exit code."""
     found, asked = result["stages"], len(stages_of(options))
     if found:
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1))
-        if options.html:
-            options.html.write_text(page.render(result), encoding="utf-8")
         out = Console(width=None if sys.stdout.isatty() else 132, highlight=False)
         out.print(tables.overview(found))
         for line in tables.remarks(found):
             out.print(line, style="yellow", markup=False, soft_wrap=True)
+        if options.json:
+            _write(options.json, json.dumps(result, indent=1))
+        if options.html:
+            _write(options.html, page.render(result))
     partial = sum(stage["partial"] for stage in found)
     if len(found) - partial < asked:
         rest = ", and the next in part" if partial else ""
         print(f"penstock bench: interrupted: {len(found) - partial} of {asked} stages were measured{rest}", file=sys.stderr)
         return INTERRUPTED
     return int(not all(stage["requests"]["answered"] for stage in found))
+
+
+def _write(path: Path, text: str) -> None:
+    """Raises OSError with the file's name, which Python leaves out where a disk is full."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager

@@ -22,6 +22,7 @@ STOP = 60.0
 POLL = 0.02
 PROC = Path("/proc")
 HOST = "127.0.0.1"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment reaches this machine's ports
 RANK = re.compile(r'"rank": ?(\d+)')  # in a shard's settings, on its command line
 
 
@@ -88,7 +89,7 @@ class Local:
 
     def _is_ready(self) -> bool:
         try:
-            urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            DIRECT.open(f"{self.url}/health", timeout=5).close()
         except urllib.error.HTTPError:
             ready = False
         except OSError:  # nothing listens yet

@@ -36,8 +36,10 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Local]:
-    with scratch() as folder, Local(FLAGS.split(), folder / "log") as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch, scratch() as folder:
+        patch.setenv("http_proxy", "http://127.0.0.1:9")  # is not used for a server of this machine
+        with Local(FLAGS.split(), folder / "log", start=120.0) as server:
+            yield server
         assert server.stop() == 0
 
 
