@@ -4,9 +4,12 @@ Knows nothing of what is in the files.
 """
 
 import fnmatch
+import os
 import re
+import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +107,21 @@ def _headers(model: str, revision: str) -> dict[str, Any]:
 
 def _download(model: str, revision: str, cache: str, progress: bool, patterns: list[str]) -> Path:
     try:
-        return download(model, revision, cache, patterns, IGNORED, progress)
+        with _ended_by_signals():
+            return download(model, revision, cache, patterns, IGNORED, progress)
     except Unavailable as error:
         raise Mistake(str(error)) from None
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside the context SIGINT and SIGTERM end this process at once. The hub's client would first wait for its threads, which
+    complete their files, and the first process of a container gets no SIGTERM without a handler. The next start goes on where
+    this one has stopped."""
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: os._exit(128 + number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,5 +1,8 @@
 """Where a model is found: the demo model, a folder, or the Hugging Face hub, whose client library is mocked or offline."""
 
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -109,9 +112,10 @@ def test_offline_without_cache_is_one_line_with_the_remedy(tmp_path: Path, monke
         (errors.GatedRepoError, "asks for consent"),
         (errors.RevisionNotFoundError, "has no revision main"),
         (errors.HfHubHTTPError, "could not be downloaded: 500 so to speak"),
+        (EOFError, "could not be downloaded: 500 so to speak"),  # stands for those of the HTTP client, such as a cut connection
     ],
 )
-def test_hub_errors_are_one_line(error: type[errors.HfHubHTTPError], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_are_one_line(error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(repository: str, **arguments: Any) -> str:
         raised = error.__new__(error)  # its constructor needs an HTTP response
         Exception.__init__(raised, "500\nso to speak")
@@ -145,3 +149,33 @@ def test_file_as_model_and_revision_of_a_folder_are_refused(tmp_path: Path) -> N
     for model in (str(tmp_path), "", *hub.DRAFTS):
         with pytest.raises(Mistake, match=f"--revision abc is for models of the hub, not {model or 'the demo model'}: leave"):
             hub.locate(model, revision="abc")
+
+
+def test_refusal_of_the_hub_is_named_when_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repository: str, **arguments: Any) -> str:
+        refusal = errors.HfHubHTTPError.__new__(errors.HfHubHTTPError)
+        Exception.__init__(refusal, "429 Too Many Requests")
+        raise errors.LocalEntryNotFoundError("no copy") from refusal
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(Mistake, match=r"the hub can't be reached \(429 Too Many Requests\): go online"):
+        hub.locate("owner/name")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_a_download_at_once(number: int) -> None:
+    """The hub's client waits for its threads before it passes a KeyboardInterrupt on."""
+    code = (
+        "import signal, sys, time, huggingface_hub\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "from penstock.launcher import hub\n"
+        "def download(*where, **more):\n    with ThreadPoolExecutor() as pool:\n        thread = pool.submit(time.sleep, 60)\n"
+        "        print('downloads', flush=True)\n        thread.result()\n"
+        "huggingface_hub.snapshot_download = download\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "hub.locate('owner/name')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "downloads\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (128 + number, "")
