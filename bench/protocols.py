@@ -96,8 +96,8 @@ class OpenAI:
         usage = chunk.usage
         if usage is not None:
             before, state.output_tokens, state.prompt_tokens = state.output_tokens, usage.completion_tokens, usage.prompt_tokens
-            # Only from the beginning on: a number that comes with the last token is the whole answer's.
-            if chunk.choices and (state.counted or not begun):
+            # From the first token on, if at all: 0 may come with the role alone, and the whole answer's with its last token.
+            if chunk.choices and (state.counted or (usage.completion_tokens and not begun)):
                 state.counted = True
                 return max(0, state.output_tokens - before)
         return self._tokens(chunk.choices[0], begun) if chunk.choices and not state.counted else 0

@@ -141,8 +141,20 @@ def test_events_are_counted_as_tokens(payload: bytes, begun: bool, tokens: int) 
 def test_usage_in_events_overrides_the_count_of_events() -> None:
     api, state = OpenAI(True, True, True), AnswerState()
     event = '{"choices":[{"delta":{"content":"x"}}],"usage":{"prompt_tokens":4,"completion_tokens":%d}}'
-    assert [api.read((event % count).encode(), state, count > 0) for count in (0, 3, 3, 4)] == [0, 3, 0, 1]
+    assert [api.read((event % count).encode(), state, count > 3) for count in (3, 3, 4)] == [3, 0, 1]
     assert (state.output_tokens, state.prompt_tokens) == (4, 4)
+
+
+def test_usage_that_comes_before_and_after_all_tokens_is_not_counted_as_theirs() -> None:
+    api, state = OpenAI(True, True, False), AnswerState()
+    events = [
+        '{"choices":[{"delta":{"role":"assistant"}}],"usage":{"prompt_tokens":4,"completion_tokens":0}}',
+        '{"choices":[{"delta":{"content":"x"}}]}',
+        '{"choices":[{"delta":{"content":"y"}}]}',
+        '{"choices":[{"delta":{},"finish_reason":"stop"}],"usage":{"prompt_tokens":4,"completion_tokens":2}}',
+    ]
+    assert [api.read(event.encode(), state, index > 1) for index, event in enumerate(events)] == [0, 1, 1, -1]
+    assert (state.output_tokens, state.prompt_tokens) == (2, 4)
 
 
 def test_tgi_events_are_parsed() -> None:
