@@ -204,6 +204,13 @@ def test_refused_and_impossible_requests_are_counted() -> None:
     assert (measures.finished, measures.refused, measures.impossible) == (1, 1, 1)
 
 
+def test_requests_of_the_same_moment_that_never_fit_take_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival": 0, "prompt": 900, "output": 5}\n' * 3)
+    assert command.main(["--trace", str(path), "--kv-pages", "2"]) == 0
+    assert "0 requests in 0.0 s, 3 could never fit" in capsys.readouterr().out
+
+
 def test_tenant_with_few_requests_is_admitted_beyond_the_limit_as_in_the_router() -> None:
     setting = Setting(speed=ONE_SECOND_STEPS, bounds=BOUNDS, concurrent=2)
     first = [Request(0.1 * i, 10, (3,), 3, tenant="a") for i in range(3)]
