@@ -49,15 +49,15 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
             if options.concurrency and options.rate:
                 raise ValueError("--concurrency and --rate exclude each other: one is a closed loop, the other an open one")
             stack.enter_context(_places([path for path in (options.json, options.html) if path]))
-        except OSError as mistake:
-            parser.error(f"{mistake.filename}: {mistake.strerror}")
-        except ValueError as mistake:
-            parser.error(str(mistake))
+        except OSError as error:
+            parser.error(f"{error.filename}: {error.strerror}")
+        except ValueError as error:
+            parser.error(str(error))
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 result = runner.run(_measure(options, source, Console(stderr=True, quiet=options.quiet)))
-        except Unreachable as mistake:
-            parser.error(str(mistake))
+        except Unreachable as error:
+            parser.error(str(error))
         except KeyboardInterrupt:
             result = {"stages": []}
         return _told(options, result)
@@ -110,8 +110,8 @@ def _chaos(parser: Parser, options: argparse.Namespace) -> int:
     plan = Plan(options.chaos, options.chaos_clients, options.chaos_every, options.seed)
     try:
         return chaos.main(plan, shlex.split(options.serve), options.json, Console(stderr=True, quiet=options.quiet))
-    except (Failed, OSError, ValueError) as mistake:
-        parser.error(str(mistake))
+    except (Failed, OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, console: Console) -> dict[str, Any]:

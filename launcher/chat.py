@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .command_line import Parser
-from .mistake import Mistake
+from .errors import UsageError
 from .paths import expanded
 from .url import split
 
@@ -430,16 +430,16 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     for pair in options.set:
         name, sign, value = pair.partition("=")
         if not name or not sign:
-            raise Mistake(f"--set {pair}: NAME=VALUE is needed, such as temperature=0.7")
+            raise UsageError(f"--set {pair}: NAME=VALUE is needed, such as temperature=0.7")
         conversation.fields[name] = parsed(value)
     try:
         conversation.fields = {"model": options.model or server.model() or "default", **conversation.fields}
     except Failed as failed:
-        raise Mistake(str(failed)) from None
+        raise UsageError(str(failed)) from None
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         question = sys.stdin.buffer.read().decode(errors="replace")
         if not question.strip():
-            raise Mistake("there is no question on stdin: echo 'Who are you?' | penstock chat")
+            raise UsageError("there is no question on stdin: echo 'Who are you?' | penstock chat")
         return pipe(server, conversation, question)
     with suppress(ImportError):
         import readline  # noqa: F401 (makes `input` editable, with a history; not available everywhere)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from . import adapters, banner, checkpoint, cluster, command_line, drafts, hub, option_types, plan, serve, streams
 from .console import Console
-from .mistake import Mistake
+from .errors import UsageError
 from .options import Options
 
 ENVIRONMENT = (
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tell = functools.partial(complain, wrapped=given[:1] == ["serve"] and in_json(given, os.environ))
     try:
         return _run(given, os.environ)
-    except Mistake as mistake:
-        return tell(str(mistake), 2)
+    except UsageError as error:
+        return tell(str(error), 2)
     except KeyboardInterrupt:
         return 130  # before anything was started, during a download for instance
     except BrokenPipeError:
@@ -87,7 +87,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
         return 0
     if arguments[0] not in commands:
         top.parse_known_args(arguments[:1])  # --help and --version end here
-        raise Mistake(_no_command(arguments[0].partition("=")[0]))
+        raise UsageError(_no_command(arguments[0].partition("=")[0]))
     asked = command_line.parse(parsers[arguments[0]], arguments[1:], environment)
     if asked.env:
         Console(asked.json_output).say(banner.describe())
@@ -119,7 +119,7 @@ def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> 
 
 
 def _key(environment: Mapping[str, str], given: str) -> str:
-    """The API key that a client sends: from the flag, else from the environment; "" for none. Raises Mistake."""
+    """The API key that a client sends: from the flag, else from the environment; "" for none. Raises UsageError."""
     several = option_types.keys_of(environment.get("API_KEY", ""))[:1]  # any key will do where the server has several
     other = environment.get("OPENAI_API_KEY", "")
     for source, text in (("--api-key", given), *(("API_KEY", one) for one in several), ("OPENAI_API_KEY", other)):
@@ -127,7 +127,7 @@ def _key(environment: Mapping[str, str], given: str) -> str:
             if found := option_types.key(text.strip()):
                 return found
         except ValueError as error:
-            raise Mistake(f"{source}: {error}") from None
+            raise UsageError(f"{source}: {error}") from None
     return ""
 
 

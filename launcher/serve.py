@@ -29,7 +29,7 @@ from . import (
     vision,
 )
 from .console import Console
-from .mistake import Mistake
+from .errors import UsageError
 from .options import Options
 from .parts import Command, Part
 from .plan import Plan
@@ -38,10 +38,10 @@ from .supervisor import Supervisor
 
 
 def run(asked: Options, environment: Mapping[str, str]) -> int:
-    """Runs a server until it ends, and returns the exit code. Raises Mistake for what cannot work, before anything has started."""
+    """Runs a server until it ends, and returns the exit code. Raises UsageError for what cannot work, before anything starts."""
     began = time.monotonic()
     if asked.cluster:
-        raise Mistake(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
+        raise UsageError(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
     machine.take_files()
     os.umask(os.umask(0o077) & 0o077)  # takes rights from others only: what the server writes, its own processes read
     console = Console(asked.json_output)
@@ -112,7 +112,9 @@ def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Spe
 def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, str], console: Console, began: float) -> int:
     """Serves with a router alone, in front of rank groups that somebody else has started."""
     if not checkpoint.has_tokenizer(folder):
-        raise Mistake(f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves")
+        raise UsageError(
+            f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves"
+        )
     banner.warn(asked, environment, console)
     if idle := [options.flag(name) for name in options.SHARDS if getattr(asked, name) != options.FIELDS[name].default]:
         console.say(f"no effect on shards that somebody else starts: {', '.join(idle)}")
@@ -181,14 +183,14 @@ def _supervisor(
 
 
 def text_folder(planned: Plan) -> Path:
-    """The folder of tokenizer and chat template for the router: with random weights, the demo model's stand in. Raises Mistake."""
+    """The folder of tokenizer and chat template for the router: with random weights, the demo model's. Raises UsageError."""
     folder = planned.checkpoint.folder
     if checkpoint.has_tokenizer(folder):
         return folder
     _, demo = hub.locate("")
     needed, there = shape(checkpoint.read(demo, "dummy").config).vocabulary, planned.shape.vocabulary
     if there < needed:
-        raise Mistake(
+        raise UsageError(
             f"{folder} has no tokenizer.json, and its vocab_size {there} is below the {needed} tokens of the embedded tokenizer "
             "that would stand in: raise it, or put a tokenizer.json there"
         )

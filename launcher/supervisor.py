@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import processes
 from .console import Console
-from .mistake import Mistake
+from .errors import UsageError
 from .parts import GRACE, Command, Event, Failed, Hung, Outcome, Part, Ready, RemoteEvent, Signal, Stage, StartNow, StopRequested
 from .processes import Child
 from .restarts import WINDOW
@@ -205,7 +205,7 @@ class Supervisor:
             part.kill()
             delay = part.restarts.died(time.monotonic())
             if delay is None:
-                raise Mistake(f"{part.name} can't be started again: {error}") from None
+                raise UsageError(f"{part.name} can't be started again: {error}") from None
             part.due = time.monotonic() + delay
             return
         self._follow(part)

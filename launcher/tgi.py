@@ -16,7 +16,7 @@ from typing import Any
 
 from . import cli, command_line, machine, option_types, options, streams
 from .console import Console
-from .mistake import Mistake
+from .errors import UsageError
 from .options import flag
 from .tgi_flags import IGNORED, REFUSED
 
@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _serve(translate(given, os.environ), os.environ)
-    except Mistake as mistake:
-        return cli.complain(str(mistake), 2, PROGRAM, wrapped=cli.in_json(given, os.environ))
+    except UsageError as error:
+        return cli.complain(str(error), 2, PROGRAM, wrapped=cli.in_json(given, os.environ))
 
 
 def _serve(translation: Translation, environment: MutableMapping[str, str]) -> int:
@@ -85,7 +85,7 @@ def _serve(translation: Translation, environment: MutableMapping[str, str]) -> i
 
 
 def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Translation:
-    """Translates TGI's command line and environment into penstock's. Raises Mistake for what is not supported."""
+    """Translates TGI's command line and environment into penstock's. Raises UsageError for what is not supported."""
     environment = command_line.stripped(environment)
     aliases = {name: environment[old] for old, name in ALIASES.items() if environment.get(old) and not environment.get(name)}
     named = {**environment, **aliases}
@@ -105,7 +105,7 @@ def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Trans
 
 
 def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "list[str]":
-    """A line for each flag or variable without effect. Raises Mistake for the first that is refused."""
+    """A line for each flag or variable without effect. Raises UsageError for the first that is refused."""
     remarks: dict[str, None] = {}
     for name in (*IGNORED, *REFUSED):
         text, source = getattr(values, name), flag(name)
@@ -115,7 +115,7 @@ def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "lis
             continue
         if name in REFUSED:
             shown = source if name in SWITCHES else f"{source}={text}"
-            raise Mistake(f"{shown} is text-generation-inference's, and penstock lacks it: {REFUSED[name]}")
+            raise UsageError(f"{shown} is text-generation-inference's, and penstock lacks it: {REFUSED[name]}")
         remarks[f"{source} has no effect: {IGNORED[name]}"] = None
     for name, reason in VARIABLES.items():
         if environment.get(name):
@@ -152,7 +152,7 @@ def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[
             f"{option_types.fraction(given or '1') * option_types.fraction(room or str(WIGGLE_ROOM)):g}",
         ]
     except ValueError as error:
-        raise Mistake(f"--cuda-memory-fraction {given or 1} and TGI_WIGGLE_ROOM {room or WIGGLE_ROOM}: {error}") from None
+        raise UsageError(f"--cuda-memory-fraction {given or 1} and TGI_WIGGLE_ROOM {room or WIGGLE_ROOM}: {error}") from None
 
 
 def _collector(values: argparse.Namespace, environment: Mapping[str, str], remarks: list[str]) -> list[str]:
@@ -165,7 +165,7 @@ def _collector(values: argparse.Namespace, environment: Mapping[str, str], remar
     try:
         option_types.url(endpoint)
     except ValueError as error:
-        raise Mistake(f"{source}={given}: {error}") from None
+        raise UsageError(f"{source}={given}: {error}") from None
     if endpoint != given:
         remarks.append(f"traces go over OTLP/HTTP: to {endpoint} instead of {given}")
     return ["--otlp-endpoint", endpoint]
@@ -176,7 +176,7 @@ def _quantize(values: argparse.Namespace, environment: Mapping[str, str], remark
     source = "--quantize" if values.quantize else "QUANTIZE"
     given = values.quantize or environment.get("QUANTIZE", "").strip()
     if given in LACKING:
-        raise Mistake(
+        raise UsageError(
             f"{source}={given} is text-generation-inference's, and penstock lacks it: leave it out if the checkpoint is quantized "
             "already, by gptq, awq, compressed-tensors or fp8, or take int4, int8 or fp8"
         )

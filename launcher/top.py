@@ -212,7 +212,7 @@ class Server:
     """A server that is scraped repeatedly."""
 
     def __init__(self, url: str, api_key: str, window: float) -> None:
-        """Raises Mistake if `url` is not a URL."""
+        """Raises UsageError if `url` is not a URL."""
         self.url = _base(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._window = window

@@ -57,10 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.plot:
             report.plotter()  # before the work: it may be missing
-    except OSError as mistake:
-        parser.error(f"{mistake.filename or options.write or options.trace}: {mistake.strerror}")  # a full disk has no name
-    except (ValueError, report.Missing) as mistake:
-        parser.error(str(mistake))
+    except OSError as error:
+        parser.error(f"{error.filename or options.write or options.trace}: {error.strerror}")  # a full disk has no name
+    except (ValueError, report.Missing) as error:
+        parser.error(str(error))
     measures = Replay(setting(options), requests).run()
     _show(json.dumps(measures.summary(), indent=2) if options.json else report.table(measures))
     if options.plot:

@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from penstock.launcher.chat import AnswerSpeed, Conversation, Failed, Server, StreamDelta, Terminal, pipe
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 
 WAIT = 30.0  # seconds for a terminal to show something, on a busy machine
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "OPENAI_API_KEY")}
@@ -346,7 +346,7 @@ def test_answer_speed_counts_tokens_and_times() -> None:
 
 def test_invalid_url_is_refused_and_an_unreachable_server_reported() -> None:
     for url in ("ftp://host", "http://", "http://host:port", "host", "http://[::1", "http://a..b", f"http://{'a' * 70}"):
-        with pytest.raises(Mistake):
+        with pytest.raises(UsageError):
             Server(url, "")
     with pytest.raises(Failed, match="nobody answers"):
         Server("http://127.0.0.1:9/v1/", "").model()

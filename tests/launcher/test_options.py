@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launcher import cli, command_line, option_types, options
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 from penstock.launcher.options import Options
 from penstock.router.config import RouterConfig
 from penstock.shard.config import ShardConfig
@@ -179,7 +179,7 @@ def test_hostname_variable_is_used_only_if_it_is_an_ip_address() -> None:
     ],
 )
 def test_invalid_options_are_refused_in_one_line(line: str, environment: dict[str, str], error: str) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UsageError) as caught:
         parse(line, **environment)
     assert error in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -188,7 +188,7 @@ def test_invalid_options_are_refused_in_one_line(line: str, environment: dict[st
 def test_file_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
-    with pytest.raises(Mistake, match="there is no such file"):
+    with pytest.raises(UsageError, match="there is no such file"):
         parse(f"--chat-template {loop}")
 
 

@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from penstock.launcher import top
+from penstock.launcher.errors import UsageError
 from penstock.launcher.machine import free_port
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.top import MetricSums, Row
 from penstock.router.metrics import REPLICA_GAUGES, Metrics
 
@@ -255,7 +255,7 @@ def test_command_runs_in_a_terminal_until_ctrl_c(fake_server: str) -> None:
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "host:0", "http://[::1", "a..b"])
 def test_invalid_url_is_refused(url: str) -> None:
-    with pytest.raises(Mistake, match="is no URL of a server: http://HOST:PORT is needed"):
+    with pytest.raises(UsageError, match="is no URL of a server: http://HOST:PORT is needed"):
         top.Server(url, "", 1.0)
 
 
