@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import adapters, banner, checkpoint, cluster, command_line, drafts, hub, option_types, plan, serve, streams
+from . import adapters, banner, checkpoint, cluster, command_line, drafts, hub, option_types, plan, serve, standard_streams
 from .console import Console
 from .errors import UsageError
 from .options import Options
@@ -32,7 +32,7 @@ MENDABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
-    streams.complete()
+    standard_streams.repair()
     given = sys.argv[1:] if arguments is None else list(arguments)
     tell = functools.partial(complain, wrapped=given[:1] == ["serve"] and in_json(given, os.environ))
     try:

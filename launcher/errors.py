@@ -2,4 +2,4 @@
 
 
 class UsageError(Exception):
-    """An error that the operator can correct: in flags, files, or what the machine has. The message says in one line what is wrong and what would help."""
+    """An error that the operator can correct. The message says in one line what is wrong and what would help."""

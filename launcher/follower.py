@@ -20,10 +20,10 @@ from ..proto.certificates import Certificates
 from ..proto.link import Link
 from . import node_messages, processes
 from .console import Console
+from .event_sources import ECHO, signals, watch_signals
 from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
 from .parts import GRACE, Command, Part, Signal
 from .processes import Child
-from .watching import ECHO, signals, watch_signals
 
 FIRST_RETRY, LAST_RETRY = 0.25, 3.0  # seconds between two attempts to reach node 0, doubled each time
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # OpenSSL's words for an answer in plain text

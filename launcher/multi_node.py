@@ -15,15 +15,15 @@ from ..proto import certificates, link, settings
 from ..proto.certificates import Certificates
 from ..proto.images import DESCRIPTIONS
 from ..shard.config import ShardConfig
-from . import children, machine, roll_call, rundir, vision
+from . import children, machine, membership, rundir, vision
 from .console import Console
 from .errors import UsageError
 from .follower import Follower, NodeZero
 from .leader import Leader, Meeting
+from .membership import Membership
 from .node_messages import Hello, Orders
 from .options import Options
 from .parts import Command
-from .roll_call import RollCall
 
 NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator creates it when the machine is there
 
@@ -56,7 +56,7 @@ class Node:
             versions[DESCRIPTIONS[0]] = vision.digest(Path(first.folder))
         speculate = re.sub(r"draft=[^,]*", "draft", first.speculate)
         shard = dataclasses.replace(first, speculate=speculate, adapters=tuple((name, "") for name, _ in first.adapters))
-        return roll_call.terms(shard, self.asked.nnodes, self.digest, versions)
+        return membership.terms(shard, self.asked.nnodes, self.digest, versions)
 
     def start(self, shard: ShardConfig, orders: Orders, master: str, own: str) -> Command:
         """The process of a rank, which meets the others as ordered. master, own: addresses of node 0 and of this node."""
@@ -138,7 +138,7 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
     )
     commands = [own.start(shard, orders, address, address) for shard in own.shards]
     left = [Path(path) for shard in own.shards for path in {shard.socket, shard.relay} if path]
-    group = Leader("the shards", commands, asked.max_restarts, left, meeting, RollCall(asked.nnodes, own.terms))
+    group = Leader("the shards", commands, asked.max_restarts, left, meeting, Membership(asked.nnodes, own.terms))
     others = range(len(own.shards), own.shards[0].ranks)
     return group, [*(shard.socket for shard in own.shards), *(f"file:{group.place(rank)}" for rank in others)]
 

@@ -4,7 +4,7 @@ The router and each rank group (a replica) are parts: each dies and is restarted
 that dies before the server was first ready, or too often, or by the operator's fault, ends the server; of several replicas the last
 one.
 
-The main thread makes all decisions and starts all processes; other threads only put events into its queue (`watching.py`).
+The main thread makes all decisions and starts all processes; other threads only put events into its queue (`event_sources.py`).
 """
 
 import queue
@@ -17,10 +17,10 @@ from pathlib import Path
 from . import processes
 from .console import Console
 from .errors import UsageError
+from .event_sources import ECHO, HEALTH, READY, signals, watch_complaints, watch_health, watch_signals
 from .parts import GRACE, Command, Event, Failed, Hung, Outcome, Part, Ready, RemoteEvent, Signal, Stage, StartNow, StopRequested
 from .processes import Child
 from .restarts import WINDOW
-from .watching import ECHO, HEALTH, READY, signals, watch_complaints, watch_health, watch_signals
 
 NOTICE = 0.3  # seconds within which the router notices that its shards are gone, and stops reporting that it is ready
 

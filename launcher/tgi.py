@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import cli, command_line, machine, option_types, options, streams
+from . import cli, command_line, machine, option_types, options, standard_streams
 from .console import Console
 from .errors import UsageError
 from .options import flag
@@ -62,7 +62,7 @@ class Translation:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
-    streams.complete()
+    standard_streams.repair()
     given = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"}.intersection(given):
         _parser(everything=True).print_help()

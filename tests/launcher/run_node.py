@@ -10,9 +10,9 @@ from pathlib import Path
 
 from penstock.launcher import follower, leader
 from penstock.launcher.console import Console
+from penstock.launcher.membership import Membership
 from penstock.launcher.node_messages import Hello, Orders
 from penstock.launcher.parts import Command
-from penstock.launcher.roll_call import RollCall
 from penstock.launcher.supervisor import Supervisor
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
@@ -51,7 +51,9 @@ def lead() -> int:
         addresses=Path(settings["folder"]),
         console=console,
     )
-    group = leader.Leader("the shards", [shard], settings["restarts"], [], meeting, RollCall(settings["nodes"], settings["terms"]))
+    group = leader.Leader(
+        "the shards", [shard], settings["restarts"], [], meeting, Membership(settings["nodes"], settings["terms"])
+    )
     return Supervisor(
         router=command("router", settings["router"]),
         groups={"0": group},

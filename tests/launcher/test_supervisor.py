@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from penstock.launcher import machine
+from penstock.launcher.event_sources import ECHO
 from penstock.launcher.restarts import LONGEST_DELAY, WINDOW, Restarts
-from penstock.launcher.watching import ECHO
 from penstock.tests.launcher.monitored_process import MonitoredProcess
 
 RUN_SUPERVISOR = str(Path(__file__).with_name("run_supervisor.py"))

@@ -6,7 +6,7 @@ import os
 import sys
 
 
-def complete() -> None:
+def repair() -> None:
     """Opens closed standard streams (`penstock serve >&-`, a cron job) to nowhere. Python has None in their place, and the next
     file or socket opened would get their number, and output meant for the stream."""
     for number in range(3):  # in this order: each open takes the lowest free number
