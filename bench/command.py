@@ -21,7 +21,7 @@ from .client import CLOCK, Client, Unreachable
 from .figures import Figures, figures
 from .flags import Parser, api_of, asked_of, extent_of, fields_of, make_parser, source_of, stages_of, without_effect
 from .load import Load
-from .local import Failed
+from .local_server import Failed
 from .prompts import Prompt, Recorded, Synthetic, TokenScale
 from .record import Record
 

@@ -47,7 +47,7 @@ class Plan:
     weight_bytes: int
     adapter_bytes: int
     vision: Vision = field(default_factory=Vision)
-    sight_bytes: int = 0  # weights of the image encoder, which are not in `weight_bytes`
+    encoder_bytes: int = 0  # weights of the image encoder, which are not in `weight_bytes`
     token_bytes: int  # KV cache of one token
     state_bytes: int = 0  # recurrent states of all sequences that run at once
     draft: DraftShape | None = None  # the draft model, which is whole on rank 0
@@ -132,7 +132,7 @@ def divide(
         weight_bytes=weights,
         adapter_bytes=adapted,
         vision=seen,
-        sight_bytes=encoder,
+        encoder_bytes=encoder,
         token_bytes=token,
         state_bytes=states,
         draft=small,
@@ -291,10 +291,10 @@ def _vision(plan: Plan) -> list[tuple[str, str]]:
     """The row of the image encoder."""
     if not plan.vision.images:
         return [("  images", f"none: {plan.vision.why}")] if plan.vision.why else []
-    if not plan.sight_bytes:
+    if not plan.encoder_bytes:
         found = f"{'?':>10}  for what encodes them, which only weights tell: leave room for that"
     else:
-        found = f"{size(plan.sight_bytes):>10}  for what encodes them"
+        found = f"{size(plan.encoder_bytes):>10}  for what encodes them"
     return [("  images", f"{found}, up to {plan.vision.images} of a request (--max-images)")]
 
 

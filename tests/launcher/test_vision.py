@@ -104,13 +104,13 @@ def test_image_encoder_is_planned_in_memory(folder: Path, model: Checkpoint) -> 
     encoder_bytes = sum(tensor.numel() for name, tensor in stored.items() if "visual." in name) * 4
     planned = plan.divide(Options(kv_pages=9), model, MACHINE)
     assert planned.vision.images == 8
-    assert planned.sight_bytes == encoder_bytes > 0
+    assert planned.encoder_bytes == encoder_bytes > 0
     assert "up to 8 of a request (--max-images)" in plan.table(planned, "name")
     without = plan.divide(Options(kv_pages=9, max_images=0), model, MACHINE)
-    assert without.sight_bytes == 0
+    assert without.encoder_bytes == 0
     assert "images" not in plan.table(without, "name")
     half = plan.divide(Options(kv_pages=9, dtype="bfloat16"), model, MACHINE)
-    assert half.sight_bytes == encoder_bytes // 2
+    assert half.encoder_bytes == encoder_bytes // 2
 
 
 def test_encoder_is_found_by_its_tensor_names_in_other_checkpoints(folder: Path, tmp_path: Path, model: Checkpoint) -> None:

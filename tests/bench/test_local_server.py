@@ -9,8 +9,8 @@ from pathlib import Path
 
 def test_server_is_killed_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom pathlib import Path\nfrom penstock.bench.local import Local\n"
-        "local = Local([], Path(sys.argv[1]), module='penstock.tests.launcher.fake_child')\n"
+        "import sys, time\nfrom pathlib import Path\nfrom penstock.bench.local_server import LocalServer\n"
+        "local = LocalServer([], Path(sys.argv[1]), module='penstock.tests.launcher.fake_child')\n"
         "print(local.pid, flush=True)\ntime.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "log")], stdout=subprocess.PIPE, text=True) as process:

@@ -43,7 +43,7 @@ class HeldResources:
     sockets: int
 
 
-class Local:
+class LocalServer:
     """The launcher and all that it starts. As a context it waits until the server is ready, and kills it in the end."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Local:
                 preexec_fn=_die_with(os.getpid()),
             )
 
-    def __enter__(self) -> "Local":
+    def __enter__(self) -> "LocalServer":
         try:
             self._wait_until_ready()
         except BaseException:
