@@ -157,13 +157,13 @@ def _supervisor(
     began: float,
 ) -> Supervisor:
     """The supervisor of these rank groups, with their addresses, and of a router in front of them unless --no-router is given."""
-    complaints = private / "complaints"
+    hang_reports = private / "hang_reports"
     file = private / "router.json"
     with rundir.writing(str(private)):
-        os.mkfifo(complaints)
+        os.mkfifo(hang_reports)
         # The router's settings may hold the API key, which `ps` would show.
         every = [*addresses, *asked.remote_replicas]
-        file.write_text(settings.dump(children.router_config(asked, name, text, every, images, str(complaints))))
+        file.write_text(settings.dump(children.router_config(asked, name, text, every, images, str(hang_reports))))
 
     def ready() -> None:
         seconds = time.monotonic() - began
@@ -178,7 +178,7 @@ def _supervisor(
         ready=ready,
         grace=asked.graceful_termination_timeout,
         max_restarts=asked.max_restarts,
-        complaints=complaints,
+        hang_reports=hang_reports,
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from . import processes
 from .console import Console
 from .errors import UsageError
-from .event_sources import ECHO, HEALTH, READY, signals, watch_complaints, watch_health, watch_signals
+from .event_sources import ECHO, HEALTH, READY, signals, watch_hang_reports, watch_health, watch_signals
 from .parts import GRACE, Command, Event, Failed, Hung, Outcome, Part, Ready, RemoteEvent, Signal, Stage, StartNow, StopRequested
 from .processes import Child
 from .restarts import WINDOW
@@ -39,7 +39,7 @@ class Supervisor:
         ready: Callable[[], None],  # called once, when /health first answers 200
         grace: float,  # seconds that running streams get after a signal
         max_restarts: int = 0,  # of the router, within `restarts.WINDOW`
-        complaints: Path | None = None,  # a named pipe by which the router reports hung shards
+        hang_reports: Path | None = None,  # a named pipe by which the router reports hung shards
     ) -> None:
         self._router = Part("the router", [router], max_restarts) if router is not None else None
         self._groups = groups
@@ -50,7 +50,7 @@ class Supervisor:
         self._health = health
         self._ready = ready
         self._grace = grace
-        self._complaints = complaints
+        self._hang_reports = hang_reports
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._gone: set[Child] = set()
         self._asked = -ECHO  # when the operator asked to stop
@@ -66,8 +66,8 @@ class Supervisor:
                     part.start(self._environment)
                 # Threads from here on: a process with one thread forks most safely.
                 threading.Thread(target=watch_signals, args=(inbox, self._events.put), daemon=True).start()
-                if self._complaints is not None:
-                    threading.Thread(target=watch_complaints, args=(self._complaints, self._events.put), daemon=True).start()
+                if self._hang_reports is not None:
+                    threading.Thread(target=watch_hang_reports, args=(self._hang_reports, self._events.put), daemon=True).start()
                 for part in self._parts:
                     self._follow(part)
                     part.attend(self._events.put)

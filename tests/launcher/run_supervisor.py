@@ -38,6 +38,6 @@ server = supervisor.Supervisor(
     ready=lambda: console.say("ready"),
     grace=float(grace),
     max_restarts=int(restarts),
-    complaints=Path(pipe) if pipe else None,
+    hang_reports=Path(pipe) if pipe else None,
 )
 sys.exit(server.run())

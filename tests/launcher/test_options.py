@@ -216,7 +216,7 @@ def test_every_setting_of_the_router_has_a_flag() -> None:
         "folder",
         "model",
         "groups",
-        "complaints",
+        "hang_reports",
         "api_keys",
         "adapters",
         "images_asked",

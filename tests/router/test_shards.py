@@ -398,7 +398,7 @@ def test_who_hangs_is_lost_and_whoever_started_it_is_told(tmp_path: Path) -> Non
         assert before <= float(met) <= after
         assert text == "shard rank 0 has not answered for 0.3 s\n"
 
-    serve(tmp_path, 1, test, step_timeout=0.3, complaints=str(pipe))
+    serve(tmp_path, 1, test, step_timeout=0.3, hang_reports=str(pipe))
 
 
 @pytest.mark.parametrize("pipe", [False, True])
@@ -406,7 +406,7 @@ def test_where_nobody_hears_of_a_hang_it_is_logged(tmp_path: Path, caplog: pytes
     """The launcher may have ended, with its pipe or without."""
     if pipe:
         os.mkfifo(tmp_path / "pipe")
-    shards = GrpcShards(["h:1"], complaints=str(tmp_path / "pipe"))
+    shards = GrpcShards(["h:1"], hang_reports=str(tmp_path / "pipe"))
     assert str(shards._hung(0, 2.0)) == "shard rank 0 has not answered for 2 s"
     assert "nobody hears that shard rank 0 has not answered" in caplog.text
 
