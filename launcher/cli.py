@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
     standard_streams.repair()
     given = sys.argv[1:] if arguments is None else list(arguments)
-    tell = functools.partial(complain, wrapped=given[:1] == ["serve"] and in_json(given, os.environ))
+    tell = functools.partial(report_error, wrapped=given[:1] == ["serve"] and in_json(given, os.environ))
     try:
         return _run(given, os.environ)
     except UsageError as error:
@@ -64,12 +64,12 @@ def in_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     return "--json-output" in arguments or environment.get("JSON_OUTPUT", "").strip().lower() in ("true", "1")
 
 
-def complain(text: str, code: int, program: str = "penstock", *, wrapped: bool = False) -> int:
+def report_error(text: str, code: int, program: str = "penstock", *, wrapped: bool = False) -> int:
     """Prints an error in one line, whatever characters the names in it have; wrapped: as JSON, like all log lines. Returns the exit
     code."""
     shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
     if wrapped:
-        Console(json_output=True).complain(shown)
+        Console(json_output=True).error(shown)
     else:
         print(f"{program}: error: {shown}", file=sys.stderr)
     return code
@@ -90,7 +90,7 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
         raise UsageError(_no_command(arguments[0].partition("=")[0]))
     asked = command_line.parse(parsers[arguments[0]], arguments[1:], environment)
     if asked.env:
-        Console(asked.json_output).say(banner.describe())
+        Console(asked.json_output).info(banner.describe())
     return commands[arguments[0]](asked, environment)
 
 

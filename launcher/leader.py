@@ -82,7 +82,7 @@ class Leader(Part):
         """Starts the group if all nodes are there. Otherwise `hear` returns StartNow when they are."""
         if not self._membership.complete:
             self.due, self._waiting = None, True
-            self._meeting.console.say(f"waiting for {self._membership.missing()}, up to {self._meeting.timeout:g} s")
+            self._meeting.console.info(f"waiting for {self._membership.missing()}, up to {self._meeting.timeout:g} s")
             self._expect()
             return
         self._epoch += 1
@@ -143,7 +143,7 @@ class Leader(Part):
         name, console = named(hello.node, hello.address), self._meeting.console
         if text := self._membership.objection(hello):
             self._objection = text
-            console.complain(f"{name} was refused: {text}")
+            console.error(f"{name} was refused: {text}")
             tell(peer, {"kind": "refused", "text": text})
             return None
         if text := self._membership.rival(hello):
@@ -155,7 +155,7 @@ class Leader(Part):
         self._links[hello.node] = peer
         self._membership.enter(hello)
         self._tell(hello.node, {"kind": "welcome"})
-        console.say(f"{name} is there")
+        console.info(f"{name} is there")
         return Failed(f"{name} has lost this node, and comes anew") if lost else self._again()
 
     def _said(self, node: int, message: Message) -> Outcome:
@@ -177,7 +177,7 @@ class Leader(Part):
         if self._running:
             return Failed(text)
         if not self._ending:
-            self._meeting.console.complain(text)
+            self._meeting.console.error(text)
         return None
 
     def _again(self) -> Outcome:
@@ -231,14 +231,14 @@ class Leader(Part):
             peer = link.secure(connection, address, self._meeting.certificates, self._meeting.silence)
             hello = node_messages.hello(node_messages.read(peer.receive(link.HANDSHAKE, GREETING)))
         except Unauthenticated as stranger:
-            self._meeting.console.complain(str(stranger))
+            self._meeting.console.error(str(stranger))
             return
         except link.Encrypted as stranger:
-            self._meeting.console.complain(f"{address} was refused: {stranger}, and this node has no --tls-cert")
+            self._meeting.console.error(f"{address} was refused: {stranger}, and this node has no --tls-cert")
             peer.close()
             return
         except (OSError, EOFError, ValueError) as error:
-            self._meeting.console.complain(f"{address} was refused: it is no node ({str(error) or 'it has left'})")
+            self._meeting.console.error(f"{address} was refused: it is no node ({str(error) or 'it has left'})")
             peer.close()
             return
         finally:

@@ -197,7 +197,7 @@ def _own_address(asked: Options, console: Console) -> str:
             if time.monotonic() > deadline:
                 raise UsageError(f"--master-addr {asked.master_addr} has no address: is its name known here?") from None
         if not announced:
-            console.say(f"the name {asked.master_addr} is not known yet")
+            console.info(f"the name {asked.master_addr} is not known yet")
             announced = True
         time.sleep(1)
     if link.is_loopback(address) and not link.is_loopback(asked.master_addr):

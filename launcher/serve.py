@@ -47,7 +47,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     console = Console(asked.json_output)
     asked, node = nodes.settle(asked, environment)
     if node:
-        console.say(node)
+        console.info(node)
     multi_node.checked(asked, asked.master_addr if node else asked.shard_listen.rpartition(":")[0])
     if not asked.node_rank and not asked.no_router:
         machine.check_port(asked.hostname, asked.port)
@@ -55,7 +55,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     name, folder = hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights)
     meant, folder = drafts.with_base_model(asked, folder, weights)
     if meant is not asked:
-        console.say(f"{name} only drafts for {meant.model_id}, which is served with --speculate {meant.speculate}")
+        console.info(f"{name} only drafts for {meant.model_id}, which is served with --speculate {meant.speculate}")
     asked = meant
     if not asked.local_replicas:
         return _route(asked, name, folder, environment, console, began)
@@ -94,19 +94,19 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
 def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Speculation, console: Console) -> None:
     """Logs what will run, and what the operator may not expect of it. text: the folder of the tokenizer."""
     of = f"{asked.local_replicas} replicas of {planned.ranks}" if asked.local_replicas > 1 else planned.ranks
-    console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
+    console.info(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
     if planned.unused:
-        console.say(f"a GPU is here that is not used: {planned.unused}")
+        console.info(f"a GPU is here that is not used: {planned.unused}")
     folder = planned.checkpoint.folder
     if text != folder:
-        console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
+        console.info(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
     if planned.vision.why:
-        console.say(f"text alone is served: {planned.vision.why}")
+        console.info(f"text alone is served: {planned.vision.why}")
     if speculation.most and speculation.verify in LOSSY:
-        console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from those without speculation")
+        console.info(f"--speculate verify={speculation.verify} is lossy: answers differ from those without speculation")
     idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
     if idle and asked.prefill_policy != "pause":
-        console.say(f"no effect without --prefill-policy pause: {', '.join(idle)}")
+        console.info(f"no effect without --prefill-policy pause: {', '.join(idle)}")
 
 
 def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, str], console: Console, began: float) -> int:
@@ -117,7 +117,7 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
         )
     banner.warn(asked, environment, console)
     if idle := [options.flag(name) for name in options.SHARDS if getattr(asked, name) != options.FIELDS[name].default]:
-        console.say(f"no effect on shards that somebody else starts: {', '.join(idle)}")
+        console.info(f"no effect on shards that somebody else starts: {', '.join(idle)}")
     images = vision.of(asked, folder)
     with rundir.private() as private:
         given = children.environment(environment, 1)
@@ -167,7 +167,7 @@ def _supervisor(
 
     def ready() -> None:
         seconds = time.monotonic() - began
-        console.say(banner.shards(addresses) if asked.no_router else banner.banner(asked, name, text, seconds))
+        console.info(banner.shards(addresses) if asked.no_router else banner.banner(asked, name, text, seconds))
 
     return Supervisor(
         router=None if asked.no_router else Command("router", children.command("penstock.router", f"@{file}")),

@@ -87,17 +87,17 @@ class Supervisor:
         while code is None:
             match self._next():
                 case Stage(text):
-                    self._console.say(text)
+                    self._console.info(text)
                 case Ready(part, attempt) if attempt == part.attempt:
                     self._came_up(part)
                 case Signal(number):
                     self._asked = time.monotonic()
-                    self._console.say(f"{signal.Signals(number).name}: {self._promise}; once more stops at once")
+                    self._console.info(f"{signal.Signals(number).name}: {self._promise}; once more stops at once")
                     code = self._stop(self._grace)
                 case Hung(replica, since, text):
                     group = self._groups.get(replica)
                     if group is not None and group.children and since >= group.started:
-                        self._console.complain(f"the router has lost {group.name}: {text}")
+                        self._console.error(f"the router has lost {group.name}: {text}")
                         code = self._died(group, 1)
                 case RemoteEvent(part, what):
                     code = self._heed(part, part.hear(what))
@@ -132,14 +132,14 @@ class Supervisor:
         part.restarts.ready()
         if part.lost:
             which = f"{part.name} is " if len(self._groups) > 1 else ""
-            self._console.say(f"{which}ready again after {time.monotonic() - part.lost:.1f} s")
+            self._console.info(f"{which}ready again after {time.monotonic() - part.lost:.1f} s")
         part.lost = 0.0
 
     def _heed(self, part: Part, outcome: Outcome) -> int | None:
         """Handles what a part concluded from another machine's message. Returns an exit code if the server ends."""
         match outcome:
             case Failed(text, exit_code, in_vain):
-                self._console.complain(text)
+                self._console.error(text)
                 if not in_vain:
                     return self._died(part, exit_code)
                 self._stop(0)
@@ -148,7 +148,7 @@ class Supervisor:
                 self._restart(part)
             case StopRequested(text):
                 self._asked = time.monotonic()
-                self._console.say(f"{text}: {self._promise}; a signal here stops at once")
+                self._console.info(f"{text}: {self._promise}; a signal here stops at once")
                 return self._stop(self._grace)
         return None
 
@@ -156,10 +156,10 @@ class Supervisor:
         """Handles the unexpected end of one of a part's processes. If it was starting, its verdict is printed last, below what
         others log while they are stopped."""
         if self._served:
-            self._console.complain(child.verdict())
+            self._console.error(child.verdict())
         code = self._died(part, child.process.returncode)
         if not self._served:
-            self._console.complain(child.verdict())
+            self._console.error(child.verdict())
         return code
 
     def _died(self, part: Part, exit_code: int) -> int | None:
@@ -172,10 +172,10 @@ class Supervisor:
         if delay is None:
             return self._give_up(part, exit_code)
         if not part.kill():
-            self._console.complain(f"{part.name} can't be killed: the server ends")
+            self._console.error(f"{part.name} can't be killed: the server ends")
             return 1
         part.due = now + delay
-        self._console.say(
+        self._console.info(
             f"starting {part.name} again {f'in {delay:g} s' if delay else 'now'}: restart {part.restarts.count} of at most "
             f"{part.limit} within {WINDOW / 60:g} minutes"
         )
@@ -189,7 +189,7 @@ class Supervisor:
             why = f"died more than {part.limit} times within {WINDOW / 60:g} minutes (--max-restarts)"
             ends = "the other replicas go on" if spared else "the server ends"
             if exit_code != 2:
-                self._console.complain(f"{part.name} {why}: {ends}")
+                self._console.error(f"{part.name} {why}: {ends}")
         # Ranks waiting for a lost one may do so for long, and so would the router's streams, which are to get an error.
         gone = self._served and part is not self._router and part.kill()
         if spared and gone:
@@ -201,7 +201,7 @@ class Supervisor:
         try:
             part.start(self._environment)
         except OSError as error:  # no memory, too many processes
-            self._console.complain(f"{part.name} can't be started: {error}")
+            self._console.error(f"{part.name} can't be started: {error}")
             part.kill()
             delay = part.restarts.died(time.monotonic())
             if delay is None:
@@ -262,17 +262,17 @@ class Supervisor:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 late = ", ".join(child.name for child in children if child not in self._gone)
-                self._console.complain(f"{late} did not stop within {seconds:g} s: killed")
+                self._console.error(f"{late} did not stop within {seconds:g} s: killed")
                 return False
             if isinstance(event, Signal) and time.monotonic() > self._asked + ECHO:
-                self._console.complain("stopped at once: running streams are cut off")
+                self._console.error("stopped at once: running streams are cut off")
                 return False
             if isinstance(event, Child):
                 self._gone.add(event)
                 if event not in children:
                     self._lost_meanwhile(event)
             if isinstance(event, RemoteEvent) and isinstance(lost := event.part.hear(event.what), Failed):
-                self._console.complain(lost.text)
+                self._console.error(lost.text)
                 event.part.kill()  # then the router ends its streams with an error
         return True
 
@@ -282,5 +282,5 @@ class Supervisor:
         part = next((part for part in self._parts if child in part.children), None)
         # else we have killed it, or the server ends because of a failure that was reported
         if part is not None and self._asked > 0:
-            self._console.complain(child.verdict())
+            self._console.error(child.verdict())
             part.kill()

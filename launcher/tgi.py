@@ -73,14 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _serve(translate(given, os.environ), os.environ)
     except UsageError as error:
-        return cli.complain(str(error), 2, PROGRAM, wrapped=cli.in_json(given, os.environ))
+        return cli.report_error(str(error), 2, PROGRAM, wrapped=cli.in_json(given, os.environ))
 
 
 def _serve(translation: Translation, environment: MutableMapping[str, str]) -> int:
     environment.update(translation.environment)
     console = Console(cli.in_json(translation.arguments, environment))
     for remark in translation.remarks:
-        console.say(remark)
+        console.info(remark)
     return cli.main(["serve", *translation.arguments])
 
 

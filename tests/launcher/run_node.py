@@ -37,7 +37,7 @@ class Ranks:
         return Hello(node=settings["node"], start=str(os.getpid()), address=address, ports=(7,), terms=settings["terms"])
 
     def commands(self, orders: Orders, hello: Hello) -> list[Command]:
-        console.say(f"meets at {orders.relay_address} {orders.token} {orders.store}")
+        console.info(f"meets at {orders.relay_address} {orders.token} {orders.store}")
         return [shard]
 
 
@@ -60,7 +60,7 @@ def lead() -> int:
         environment=dict(os.environ),
         console=console,
         health=("127.0.0.1", settings["health"]),
-        ready=lambda: console.say("ready"),
+        ready=lambda: console.info("ready"),
         grace=5.0,
         max_restarts=settings["restarts"],
     ).run()
