@@ -109,7 +109,8 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Writes the conversation as /load reads it."""
         content = {"system": self.system, "messages": self.messages, "fields": self.fields}
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half of a surrogate pair becomes JSON's escape
 
     def load(self, path: Path) -> None:
         """Reads a saved conversation. Raises OSError, ValueError."""
@@ -120,7 +121,7 @@ class Conversation:
             raise ValueError(f"{path} holds no talk that was saved here")
         if not isinstance(fields, dict):
             raise ValueError(f"{path}: fields is no object")
-        self.system, self.messages, self.fields = str(kept.get("system", "")), messages, fields
+        self.system, self.messages, self.fields = str(kept.get("system") or ""), messages, fields
 
 
 class Server:

@@ -321,6 +321,18 @@ def test_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
             Conversation().load(path)
 
 
+def test_half_of_a_surrogate_pair_is_saved_and_loaded(tmp_path: Path) -> None:
+    """As a server sends it that cuts a character in two; UTF-8 has none."""
+    path = tmp_path / "talk.json"
+    Conversation(messages=[{"role": "assistant", "content": "a\ud83d"}]).save(path)
+    loaded = Conversation()
+    loaded.load(path)
+    assert loaded.messages == [{"role": "assistant", "content": "a\ud83d"}]
+    path.write_text('{"system": null, "messages": []}')
+    loaded.load(path)
+    assert loaded.system == ""
+
+
 def test_control_characters_and_markup_of_an_answer_have_no_effect() -> None:
     """Control characters are removed, and rich's markup is shown as text."""
     with fake_server([delta("a\x1b[2Jb\x07\r\x9b1m[red]c[/red] :smile:\td\n"), delta(reason="stop")]) as url:
