@@ -35,8 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     standard_streams.repair()
     given = sys.argv[1:] if arguments is None else list(arguments)
     tell = functools.partial(report_error, wrapped=given[:1] == ["serve"] and in_json(given, os.environ))
+    return exit_code(lambda: _run(given, os.environ), tell)
+
+
+def exit_code(run: Callable[[], int], tell: Callable[[str, int], int]) -> int:
+    """Runs a command. Returns its exit code, or the one of an error that ended it, which `tell` reports and returns."""
     try:
-        return _run(given, os.environ)
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()  # else Python would do so when it ends, with an error of its own
     except UsageError as error:
         return tell(str(error), 2)
     except KeyboardInterrupt:

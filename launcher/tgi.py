@@ -6,6 +6,7 @@ form.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import re
@@ -64,16 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
     standard_streams.repair()
     given = sys.argv[1:] if arguments is None else list(arguments)
+    tell = functools.partial(cli.report_error, program=PROGRAM, wrapped=cli.in_json(given, os.environ))
+    return cli.exit_code(lambda: _run(given), tell)
+
+
+def _run(given: Sequence[str]) -> int:
     if {"-h", "--help"}.intersection(given):
         _parser(everything=True).print_help()
         return 0
     if {"-V", "--version"}.intersection(given):
         print(f"{PROGRAM} of penstock {importlib.metadata.version('penstock')}")
         return 0
-    try:
-        return _serve(translate(given, os.environ), os.environ)
-    except UsageError as error:
-        return cli.report_error(str(error), 2, PROGRAM, wrapped=cli.in_json(given, os.environ))
+    return _serve(translate(given, os.environ), os.environ)
 
 
 def _serve(translation: Translation, environment: MutableMapping[str, str]) -> int:

@@ -30,6 +30,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "vocab_size": 2048,
 }
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # stdout is, as usual
 # Runs the command with fake child processes, which write the arguments and settings that they get into the folder `records`.
 SCRIPT = """
 import sys
@@ -87,8 +88,18 @@ def test_help_imports_no_heavy_packages() -> None:
 def test_closed_standard_streams_are_harmless_and_a_full_one_is_an_error(redirection: str, exit_code: int, error: str) -> None:
     command = f'"$0" -m penstock.launcher plan "$1" {redirection}'
     words = ["sh", "-c", command, sys.executable, str(hub.DEMO_FOLDER)]
-    answer = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60)
+    answer = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60, env=BUFFERED)
     assert (answer.returncode, answer.stderr) == (exit_code, error)
+
+
+@pytest.mark.parametrize("command", ["", " plan", " serve --help", " top --help", " simulate --help", ".tgi --version"])
+def test_closed_pipe_on_stdout_is_no_error_message(command: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    words = [sys.executable, "-m", *f"penstock.launcher{command}".split()]
+    with open(write_end, "wb") as pipe:
+        answer = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, env=BUFFERED)
+    assert (answer.returncode < 2, answer.stderr) == (True, "")
 
 
 def test_characters_that_stdout_cannot_encode_are_escaped(tmp_path: Path) -> None:

@@ -326,8 +326,9 @@ def test_closed_stdout_pipe_is_not_an_error() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     arguments = [sys.executable, "-m", "penstock.simulator", "--requests", "5"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open(write_end, "wb") as pipe:
-        answer = subprocess.run(arguments, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+        answer = subprocess.run(arguments, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
