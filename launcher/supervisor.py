@@ -16,7 +16,6 @@ from pathlib import Path
 
 from . import processes
 from .console import Console
-from .errors import UsageError
 from .event_sources import ECHO, HEALTH, READY, signals, watch_hang_reports, watch_health, watch_signals
 from .parts import GRACE, Command, Event, Failed, Hung, Outcome, Part, Ready, RemoteEvent, Signal, Stage, StartNow, StopRequested
 from .processes import Child
@@ -86,6 +85,8 @@ class Supervisor:
         code = None
         while code is None:
             match self._next():
+                case Part() as due:
+                    code = self._restart(due)
                 case Stage(text):
                     self._console.info(text)
                 case Ready(part, attempt) if attempt == part.attempt:
@@ -108,16 +109,16 @@ class Supervisor:
                         code = self._fell(own, child)
         return code
 
-    def _next(self) -> Event:
-        """The next event. While waiting for it, parts are restarted when they are due."""
-        while True:
-            due = min((part.due for part in self._parts if part.due is not None), default=None)
-            try:
-                return self._events.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                for part in self._parts:
-                    if part.due is not None and part.due <= time.monotonic():
-                        self._restart(part)
+    def _next(self) -> Event | Part:
+        """The next event, or a part that is due to be restarted before one comes."""
+        parts = {part.due: part for part in self._parts if part.due is not None}
+        if not parts:
+            return self._events.get()
+        due = min(parts)
+        try:
+            return self._events.get(timeout=max(0.0, due - time.monotonic()))
+        except queue.Empty:
+            return parts[due]
 
     def _begin(self) -> None:
         """The server is ready for the first time."""
@@ -145,7 +146,7 @@ class Supervisor:
                 self._stop(0)
                 return exit_code
             case StartNow() if not part.children and part.due is None:
-                self._restart(part)
+                return self._restart(part)
             case StopRequested(text):
                 self._asked = time.monotonic()
                 self._console.info(f"{text}: {self._promise}; a signal here stops at once")
@@ -197,23 +198,20 @@ class Supervisor:
         self._stop(0)
         return 2 if exit_code == 2 else 1
 
-    def _restart(self, part: Part) -> None:
+    def _restart(self, part: Part) -> int | None:
+        """Starts a part again. Returns an exit code if the server ends, since that has failed too often."""
         try:
             part.start(self._environment)
         except OSError as error:  # no memory, too many processes
             self._console.error(f"{part.name} can't be started: {error}")
-            part.kill()
-            delay = part.restarts.died(time.monotonic())
-            if delay is None:
-                raise UsageError(f"{part.name} can't be started again: {error}") from None
-            part.due = time.monotonic() + delay
-            return
+            return self._died(part, 1)
         self._follow(part)
         if part is self._router:
             self._watch(part, READY, NOTICE)
         elif self._router is not None and self._served:  # otherwise it is still watched from its start
             [name] = [name for name, group in self._groups.items() if group is part]
             self._watch(part, f"{READY}?replica={name}", NOTICE)
+        return None
 
     def _follow(self, part: Part) -> None:
         for child in part.children:

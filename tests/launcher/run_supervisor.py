@@ -22,7 +22,8 @@ console = Console(json_output=False)
 def command(name: str, behaviour: str) -> parts.Command:
     if behaviour == "absent":
         return parts.Command(name, [FAKE_CHILD + ".absent"])
-    return parts.Command(name, [sys.executable, "-S", FAKE_CHILD, name.replace(" ", "-"), port, *behaviour.split("+")])
+    python = behaviour.removeprefix("by+") if behaviour.startswith("by+") else sys.executable  # an interpreter to be removed later
+    return parts.Command(name, [python, "-S", FAKE_CHILD, name.replace(" ", "-"), port, *behaviour.split("+")])
 
 
 commands = [command(f"shard {rank}", behaviour) for rank, behaviour in enumerate(shards)]
