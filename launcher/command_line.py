@@ -47,7 +47,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds every flag, in groups, and the positional MODEL."""
     add_version(parser)
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="folder or hub id (default: the embedded demo model)")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder or hub id (default: the embedded demo model)")
     groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, CHATS, BATCHING, COMPUTE, NODES, HTTP)}
     for name, field in FIELDS.items():
         details = field.metadata
@@ -91,8 +91,10 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment
             raise UsageError(f"{found[0][0]} and {found[1][0]} mean the same: set one of them")
         if found:
             given[name] = _value(field, *found[0])
+    if "" in (values.model, values.model_id):  # a variable that is not set, in a script
+        raise UsageError("MODEL is empty: name a folder or a hub id, or leave it out for the embedded demo model")
     if values.model:
-        if getattr(values, "model_id", None) not in (None, values.model):
+        if values.model_id not in (None, values.model):
             raise UsageError(f"MODEL says {values.model} and --model-id says {values.model_id}: give one of them")
         given["model_id"] = values.model
     return check(Options(**given))

@@ -185,6 +185,12 @@ def test_invalid_options_are_refused_in_one_line(line: str, environment: dict[st
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("arguments", [[""], ["--model-id", ""], ["--model-id="]])
+def test_empty_model_is_refused_instead_of_serving_the_demo_model(arguments: list[str]) -> None:
+    with pytest.raises(UsageError, match="MODEL is empty: name a folder or a hub id"):
+        command_line.parse(cli._parsers()[1]["serve"], arguments, {})
+
+
 def test_file_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
