@@ -111,7 +111,7 @@ class Supervisor:
 
     def _next(self) -> Event | Part:
         """The next event, or a part that is due to be restarted before one comes."""
-        parts = {part.due: part for part in self._parts if part.due is not None}
+        parts: dict[float, Part] = {part.due: part for part in self._parts if part.due is not None}
         if not parts:
             return self._events.get()
         due = min(parts)

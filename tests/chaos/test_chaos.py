@@ -40,7 +40,7 @@ def server() -> Iterator[LocalServer]:
         patch.setenv("http_proxy", "http://127.0.0.1:9")  # is not used for a server of this machine
         with LocalServer(FLAGS.split(), folder / "log", start=120.0) as server:
             yield server
-        assert server.stop() == 0
+            assert server.stop() == 0
 
 
 def test_no_stream_is_wrong_or_lost_when_shards_are_killed_and_stopped(
