@@ -1,6 +1,7 @@
 """`penstock serve`: options -> model folder -> plan -> settings -> supervised router and shards."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     began = time.monotonic()
     if asked.cluster:
         raise UsageError(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # which the first process of a container would not get at all
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # until the supervisor has a handler
     machine.take_files()
     os.umask(os.umask(0o077) & 0o077)  # takes rights from others only: what the server writes, its own processes read
     console = Console(asked.json_output)

@@ -332,6 +332,21 @@ def test_description_for_bug_reports_has_versions() -> None:
     assert hub.DEMO == "penstock-demo"
 
 
+def test_sigterm_before_anything_has_started_ends_with_exit_code_143() -> None:
+    """By a handler: the first process of a container gets no signal that it has none for."""
+    code = (
+        "import sys, time\nfrom penstock.launcher import cli, nodes\n"
+        "def settle(*given):\n    print('waits', flush=True)\n    time.sleep(60)\n"
+        "nodes.settle = settle\nsys.exit(cli.main(['serve']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_ctrl_c_while_modules_are_imported_ends_with_exit_code_130() -> None:
     code = (
         "import sys\nclass Pressed:\n    def find_spec(self, name, *_):\n"
