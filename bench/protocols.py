@@ -5,13 +5,14 @@ and a server may send several tokens in one event. So each event is parsed, and 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
 from .prompts import Prompt
 
 DONE = b"[DONE]"
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]  # more than any model has positions: each token seen is kept
 
 
 @dataclass(slots=True)
@@ -58,8 +59,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens = 0
 
 
 class _Chunk(msgspec.Struct):
@@ -113,8 +114,8 @@ class OpenAI:
 
 
 class _Details(msgspec.Struct):
-    generated_tokens: int = 0
-    input_length: int = 0
+    generated_tokens: Tokens = 0
+    input_length: Tokens = 0
 
 
 class _Event(msgspec.Struct):

@@ -8,6 +8,7 @@ import statistics
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.bench import prompts
@@ -136,6 +137,14 @@ def test_sse_events_are_the_same_however_the_bytes_are_split() -> None:
 )
 def test_events_are_counted_as_tokens(payload: bytes, begun: bool, tokens: int) -> None:
     assert OpenAI(True, True, False).read(payload, AnswerState(), begun) == tokens
+
+
+@pytest.mark.parametrize("count", ["-5", "99999999999999999999", "9000000000000000000"])
+def test_impossible_token_counts_are_no_events(count: str) -> None:
+    usage = f'{{"prompt_tokens":4,"completion_tokens":{count}}}'
+    event = '{"choices":[{"delta":{"content":"x"}}],"usage":' + usage + "}"
+    with pytest.raises(msgspec.MsgspecError):
+        OpenAI(True, True, False).read(event.encode(), AnswerState(), False)
 
 
 def test_usage_in_events_overrides_the_count_of_events() -> None:
