@@ -22,7 +22,7 @@ from rich.console import Console
 
 from .chaos_report import Found, Plan, grown, report, summary
 from .chaos_requests import Json, Stream, requests, undrafted
-from .local import HeldResources, Local
+from .local_server import HeldResources, LocalServer
 
 STEP_TIMEOUT = 2.0  # seconds after which a stopped shard is noticed, unless the operator's flags say otherwise
 RECOVERY = 300.0  # seconds that a recovery may take
@@ -36,7 +36,7 @@ SLACK = 3  # files that a process may have more of than before: a metric's page,
 class Chaos:
     """A run: load, faults and the observations of both."""
 
-    def __init__(self, server: Local, plan: Plan, console: Console) -> None:
+    def __init__(self, server: LocalServer, plan: Plan, console: Console) -> None:
         self.found = Found()
         self._server = server
         self._plan = plan
@@ -180,7 +180,7 @@ class Chaos:
         self.found.leaks += grown(self._plan, self.found)
 
 
-async def play(server: Local, plan: Plan, console: Console) -> Found:
+async def play(server: LocalServer, plan: Plan, console: Console) -> Found:
     """Performs a run with a server that is ready."""
     chaos = Chaos(server, plan, console)
     await chaos.run()
@@ -188,12 +188,12 @@ async def play(server: Local, plan: Plan, console: Console) -> Found:
 
 
 def main(plan: Plan, flags: Sequence[str], out: Path | None, console: Console) -> int:
-    """Runs the command. Returns the exit code: 1 if anything was noticed. Raises local.Failed or ValueError, which say why it
-    cannot run."""
+    """Runs the command. Returns the exit code: 1 if anything was noticed. Raises local_server.Failed or ValueError, which say why
+    it cannot run."""
     several = ("--max-concurrent-requests", str(max(128, 2 * plan.clients)), "--max-restarts", "1000000")
     exact = ("--dtype", "float32")  # in 16 bits the rest of the batch decides near ties, which are many
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as folder:
-        with Local([*several, *exact, "--step-timeout", str(STEP_TIMEOUT), *flags], Path(folder) / "log") as server:
+        with LocalServer([*several, *exact, "--step-timeout", str(STEP_TIMEOUT), *flags], Path(folder) / "log") as server:
             try:
                 found = asyncio.run(play(server, plan, console))
                 code = server.stop()

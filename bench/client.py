@@ -48,7 +48,7 @@ class Client:
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
             why = str(error) or f"within {self._timeout.total:g} s"
             raise Unreachable(f"nobody answers at {self._base} ({why}): start the server, or give another URL") from None
-        except (ValueError, KeyError, TypeError, aiohttp.ClientError):
+        except (ValueError, KeyError, TypeError, RecursionError, aiohttp.ClientError):
             return ""
 
     def named(self, model: str) -> None:

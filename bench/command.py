@@ -21,7 +21,7 @@ from .client import CLOCK, Client, Unreachable
 from .figures import Figures, figures
 from .flags import Parser, api_of, asked_of, extent_of, fields_of, make_parser, source_of, stages_of, without_effect
 from .load import Load
-from .local import Failed
+from .local_server import Failed
 from .prompts import Prompt, Recorded, Synthetic, TokenScale
 from .record import Record
 
@@ -49,38 +49,46 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
             if options.concurrency and options.rate:
                 raise ValueError("--concurrency and --rate exclude each other: one is a closed loop, the other an open one")
             stack.enter_context(_places([path for path in (options.json, options.html) if path]))
-        except OSError as mistake:
-            parser.error(f"{mistake.filename}: {mistake.strerror}")
-        except ValueError as mistake:
-            parser.error(str(mistake))
+        except OSError as error:
+            parser.error(f"{error.filename}: {error.strerror}")
+        except ValueError as error:
+            parser.error(str(error))
         try:
             with asyncio.Runner(loop_factory=_loop_factory()) as runner:
                 result = runner.run(_measure(options, source, Console(stderr=True, quiet=options.quiet)))
-        except Unreachable as mistake:
-            parser.error(str(mistake))
+        except Unreachable as error:
+            parser.error(str(error))
         except KeyboardInterrupt:
             result = {"stages": []}
         return _told(options, result)
 
 
 def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
-    """Writes and prints the results. Returns the exit code."""
+    """Prints and writes the results. Returns the exit code."""
     found, asked = result["stages"], len(stages_of(options))
     if found:
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1))
-        if options.html:
-            options.html.write_text(page.render(result), encoding="utf-8")
         out = Console(width=None if sys.stdout.isatty() else 132, highlight=False)
         out.print(tables.overview(found))
         for line in tables.remarks(found):
             out.print(line, style="yellow", markup=False, soft_wrap=True)
+        if options.json:
+            _write(options.json, json.dumps(result, indent=1))
+        if options.html:
+            _write(options.html, page.render(result))
     partial = sum(stage["partial"] for stage in found)
     if len(found) - partial < asked:
         rest = ", and the next in part" if partial else ""
         print(f"penstock bench: interrupted: {len(found) - partial} of {asked} stages were measured{rest}", file=sys.stderr)
         return INTERRUPTED
     return int(not all(stage["requests"]["answered"] for stage in found))
+
+
+def _write(path: Path, text: str) -> None:
+    """Raises OSError with the file's name, which Python leaves out where a disk is full."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 @contextmanager
@@ -102,8 +110,8 @@ def _chaos(parser: Parser, options: argparse.Namespace) -> int:
     plan = Plan(options.chaos, options.chaos_clients, options.chaos_every, options.seed)
     try:
         return chaos.main(plan, shlex.split(options.serve), options.json, Console(stderr=True, quiet=options.quiet))
-    except (Failed, OSError, ValueError) as mistake:
-        parser.error(str(mistake))
+    except (Failed, OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 async def _measure(options: argparse.Namespace, source: Synthetic | Recorded, console: Console) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -200,14 +201,11 @@ def warm_up(text: str) -> float | int:
 def server(text: str) -> str:
     """A server's URL, in the forms that `penstock top` takes."""
     full = text if "://" in text else f"http://{text}"
-    parts = urlsplit(full)
-    try:
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number
-        good = False
-    if not good:
-        raise ValueError(f"{text} is no URL of a server: http://HOST:PORT is needed")
-    return full
+    with suppress(ValueError):  # the port is no number, a bracket is missing, no host can have such a name
+        parts = urlsplit(full)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.hostname.encode("idna"):
+            return full
+    raise ValueError(f"{text} is no URL of a server: http://HOST:PORT is needed")
 
 
 def field(text: str) -> tuple[str, Any]:

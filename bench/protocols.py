@@ -5,13 +5,14 @@ and a server may send several tokens in one event. So each event is parsed, and 
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
 from .prompts import Prompt
 
 DONE = b"[DONE]"
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]  # more than any model has positions: each token seen is kept
 
 
 @dataclass(slots=True)
@@ -58,8 +59,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Tokens = 0
+    completion_tokens: Tokens = 0
 
 
 class _Chunk(msgspec.Struct):
@@ -96,7 +97,8 @@ class OpenAI:
         usage = chunk.usage
         if usage is not None:
             before, state.output_tokens, state.prompt_tokens = state.output_tokens, usage.completion_tokens, usage.prompt_tokens
-            if chunk.choices:
+            # From the first token on, if at all: 0 may come with the role alone, and the whole answer's with its last token.
+            if chunk.choices and (state.counted or (usage.completion_tokens and not begun)):
                 state.counted = True
                 return max(0, state.output_tokens - before)
         return self._tokens(chunk.choices[0], begun) if chunk.choices and not state.counted else 0
@@ -112,8 +114,8 @@ class OpenAI:
 
 
 class _Details(msgspec.Struct):
-    generated_tokens: int = 0
-    input_length: int = 0
+    generated_tokens: Tokens = 0
+    input_length: Tokens = 0
 
 
 class _Event(msgspec.Struct):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.local import Failed, Local, status
+from penstock.bench.local_server import Failed, LocalServer, status
 from penstock.benchmarks.gpu_busy import LATE
 from penstock.benchmarks.gpu_measure import Bench
 from penstock.benchmarks.gpu_model import write
@@ -72,7 +72,7 @@ def _serve(bench: Bench, model: Path, log: Path, told: Path) -> None:
     arguments = [str(model), *(str(part) for pair in flags.items() for part in pair)]
     # Numbers and the server are each made in one process: an interpreter's variable must not make its kernels slow.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {BUSY: str(told)}
-    with Local(arguments, log, module="penstock.benchmarks.gpu_shard", environment=environment, start=START) as server:
+    with LocalServer(arguments, log, module="penstock.benchmarks.gpu_shard", environment=environment, start=START) as server:
         print(f"    ready after {server.ready:.0f} s", flush=True)
         tokens = asyncio.run(_ask(server.port, int(told.read_text()), streams, seconds))
         found = _read(told)

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.bench.local import HOST, Local
+from penstock.bench.local_server import HOST, LocalServer
 
 CONNECTING = 256  # connections that are being made at a time
 SPARE = 200  # open files that a process needs beside its connections
@@ -40,7 +40,7 @@ class Crowd:
         return self.memory["peak"] - self.memory["before"]
 
 
-async def gather(server: Local, connections: int, tokens: int) -> Crowd:
+async def gather(server: LocalServer, connections: int, tokens: int) -> Crowd:
     """Makes that many connections, each of which requests a stream."""
     crowd, gate, connecting = Crowd(), asyncio.Event(), asyncio.Semaphore(CONNECTING)
     arrived = asyncio.Semaphore(0)
@@ -110,7 +110,7 @@ def main() -> None:
     if connections < options.connections:
         print(f"{connections} connections, not {options.connections}: ulimit -Hn allows no more open files")
     flags = ["--max-concurrent-requests", options.max_concurrent_requests, "--device", "cpu"]
-    with tempfile.TemporaryDirectory() as folder, Local(flags, Path(folder) / "log") as server:
+    with tempfile.TemporaryDirectory() as folder, LocalServer(flags, Path(folder) / "log") as server:
         crowd = asyncio.run(gather(server, connections, options.tokens))
         code = server.stop()
     print(f"{connections} connections, {options.max_concurrent_requests} requests at once, answered within {crowd.seconds:.1f} s:")

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.bench.local import Local, status
+from penstock.bench.local_server import LocalServer, status
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[Local]:
+def serving(*flags: str) -> Iterator[LocalServer]:
     """A ready `penstock serve` with these flags; it ends afterwards."""
-    with tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as folder, Local(flags, Path(folder) / "log") as server:
+    with tempfile.TemporaryDirectory(prefix="penstock-benchmark-") as folder, LocalServer(flags, Path(folder) / "log") as server:
         yield server
         server.stop()
 

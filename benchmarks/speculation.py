@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Sequence
 from itertools import islice
 
-from penstock.bench.local import Local
+from penstock.bench.local_server import LocalServer
 from penstock.benchmarks import speculation_engine
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import client
@@ -30,7 +30,7 @@ COUNTERS = ("penstock_generated_tokens_total", "penstock_drafted_tokens_total", 
 
 
 async def run(
-    server: Local, asked: Sequence[Question], clients: int, most: int, speculate: int | None
+    server: LocalServer, asked: Sequence[Question], clients: int, most: int, speculate: int | None
 ) -> tuple[float, list[float]]:
     """CPU seconds, and the increase of the counters. most: tokens of an answer."""
     async with client(server.port) as session:
@@ -70,7 +70,7 @@ def main() -> None:
         speculation_engine.main(options.new, max(1, options.rounds // 4))
 
 
-def line(server: Local, streams: int, new: int, rounds: int) -> None:
+def line(server: LocalServer, streams: int, new: int, rounds: int) -> None:
     """Measures and prints one number of streams."""
     plain, speculated, steps, right = [], [], [], []
     stories = questions(streams, "story")

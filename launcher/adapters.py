@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import checkpoint, hub
-from .mistake import Mistake
+from .errors import UsageError
 from .options import Options
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -26,7 +26,7 @@ class Adapter:
 
 
 def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, ...]:
-    """The adapters that the options name, in that order. Raises Mistake. model: the name of the base model.
+    """The adapters that the options name, in that order. Raises UsageError. model: the name of the base model.
 
     weights: whether they are needed; without, a download takes the small files only.
     """
@@ -34,26 +34,26 @@ def resolve(asked: Options, model: str, weights: bool = True) -> tuple[Adapter, 
     for name, source in sources(asked, model).items():
         place, _, revision = source.partition("@") if hub.on_hub(source) else (source, "", "")
         if revision and not hub.on_hub(place):
-            raise Mistake(f"{FLAG} {name}: {place} is no model of the hub, and has no revisions: leave @{revision} out")
+            raise UsageError(f"{FLAG} {name}: {place} is no model of the hub, and has no revisions: leave @{revision} out")
         try:
             only = (CONFIG, WEIGHTS) if weights else (CONFIG,)  # there may be a whole model beside the adapter, or instead of it
             _, folder = hub.locate(place, revision, asked.huggingface_hub_cache, not asked.json_output, only=only)
             found.append(_read(name, folder, weights))
-        except Mistake as error:
-            raise Mistake(f"{FLAG} {name}: {error}") from None
+        except UsageError as error:
+            raise UsageError(f"{FLAG} {name}: {error}") from None
     return tuple(found)
 
 
 def sources(asked: Options, model: str) -> dict[str, str]:
-    """The source of each adapter, by its name. Raises Mistake."""
+    """The source of each adapter, by its name. Raises UsageError."""
     found = parse(asked.lora_adapters, model)
     if 0 < asked.max_loras < len(found):
-        raise Mistake(f"--max-loras {asked.max_loras} is less than the {len(found)} that {FLAG} names: raise it")
+        raise UsageError(f"--max-loras {asked.max_loras} is less than the {len(found)} that {FLAG} names: raise it")
     return found
 
 
 def parse(text: str, model: str = "") -> dict[str, str]:
-    """A source for each name: of "a=/folder,owner/name@v2" {"a": "/folder", "owner/name": "owner/name@v2"}. Raises Mistake.
+    """A source for each name: of "a=/folder,owner/name@v2" {"a": "/folder", "owner/name": "owner/name@v2"}. Raises UsageError.
 
     model: a name that no adapter may have.
     """
@@ -62,11 +62,11 @@ def parse(text: str, model: str = "") -> dict[str, str]:
         name, _, source = part.partition("=") if "=" in part else (WITH_REVISION.sub(r"\1", part), "", part)
         name, source = name.strip(), source.strip()
         if not re.fullmatch(r"[!-~]{1,200}", name) or not source:
-            raise Mistake(f"{FLAG} {part}: NAME=FOLDER, NAME=OWNER/MODEL or OWNER/MODEL is needed, names without spaces")
+            raise UsageError(f"{FLAG} {part}: NAME=FOLDER, NAME=OWNER/MODEL or OWNER/MODEL is needed, names without spaces")
         if name == model:
-            raise Mistake(f"{FLAG} {name}: the model is called so itself, give the adapter another name: NAME={source}")
+            raise UsageError(f"{FLAG} {name}: the model is called so itself, give the adapter another name: NAME={source}")
         if name in found:
-            raise Mistake(f"{FLAG} names {name} twice: give one of them another name, NAME={source}")
+            raise UsageError(f"{FLAG} names {name} twice: give one of them another name, NAME={source}")
         found[name] = source
     return found
 
@@ -78,12 +78,12 @@ def names(adapters: Sequence[Adapter]) -> tuple[tuple[str, str], ...]:
 
 def _read(name: str, folder: Path, weights: bool) -> Adapter:
     if not (folder / CONFIG).is_file():
-        raise Mistake(f"{folder} has no {CONFIG}: is it an adapter's folder, as peft saves it?")
+        raise UsageError(f"{folder} has no {CONFIG}: is it an adapter's folder, as peft saves it?")
     settings = (folder / CONFIG).read_bytes()
     if not (folder / WEIGHTS).is_file():
         if not weights:
             return Adapter(name, folder, 0, "")
-        raise Mistake(f"{folder} has no {WEIGHTS}: save it with peft as safetensors")
+        raise UsageError(f"{folder} has no {WEIGHTS}: save it with peft as safetensors")
     tensors = checkpoint.header(folder / WEIGHTS)
     elements = sum(length // checkpoint.ITEM_BYTES.get(dtype, 1) for dtype, length in tensors.values())
     return Adapter(name, folder, elements, hashlib.sha256(settings + repr(sorted(tensors.items())).encode()).hexdigest()[:16])

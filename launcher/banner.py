@@ -22,7 +22,7 @@ def warn(asked: Options, environment: Mapping[str, str], console: Console) -> No
     """Warns if anybody who reaches the server from another machine may use it."""
     if not asked.api_key and not link.is_loopback(asked.hostname):
         why = "API_KEY is empty, which counts as unset" if "API_KEY" in environment else "there is no --api-key"
-        console.say(f"anybody who reaches {link.joined(asked.hostname, asked.port)} may use this server: {why}")
+        console.info(f"anybody who reaches {link.joined(asked.hostname, asked.port)} may use this server: {why}")
 
 
 def banner(asked: Options, name: str, folder: Path, seconds: float) -> str:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .command_line import Parser
-from .mistake import Mistake
+from .errors import UsageError
 from .paths import expanded
 from .url import split
 
@@ -109,7 +109,8 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Writes the conversation as /load reads it."""
         content = {"system": self.system, "messages": self.messages, "fields": self.fields}
-        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half of a surrogate pair becomes JSON's escape
 
     def load(self, path: Path) -> None:
         """Reads a saved conversation. Raises OSError, ValueError."""
@@ -120,7 +121,7 @@ class Conversation:
             raise ValueError(f"{path} holds no talk that was saved here")
         if not isinstance(fields, dict):
             raise ValueError(f"{path}: fields is no object")
-        self.system, self.messages, self.fields = str(kept.get("system", "")), messages, fields
+        self.system, self.messages, self.fields = str(kept.get("system") or ""), messages, fields
 
 
 class Server:
@@ -137,7 +138,7 @@ class Server:
         with connection:
             if reply.status in (401, 403):
                 raise Failed(_message(reply))
-            with suppress(ValueError, LookupError, TypeError):
+            with suppress(OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
                 return str(json.loads(reply.read())["data"][0]["id"]) if reply.status == 200 else ""
         return ""
 
@@ -151,7 +152,7 @@ class Server:
             try:
                 for line in reply:
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                        piece = _piece(json.loads(data))
+                        piece = _piece(data)
                         ended = ended or bool(piece.reason)
                         yield piece
             except (OSError, http.client.HTTPException, ValueError) as error:
@@ -189,8 +190,15 @@ class _Connection:
         self._connection.close()
 
 
-def _piece(event: dict[str, Any]) -> StreamDelta:
-    """A Piece from an event. Raises Failed for an error in the middle of a stream."""
+def _piece(data: bytes) -> StreamDelta:
+    """The content of an event. Raises Failed for an error in the middle of a stream, ValueError for what is no event."""
+    try:
+        return _delta(json.loads(data))
+    except (AttributeError, TypeError, OverflowError, RecursionError):
+        raise ValueError(f"no event of a chat: {data[:80].decode(errors='replace')}") from None
+
+
+def _delta(event: dict[str, Any]) -> StreamDelta:
     if event.get("error"):
         error = event["error"]
         raise Failed(str(error.get("message", error) if isinstance(error, dict) else error))
@@ -200,17 +208,18 @@ def _piece(event: dict[str, Any]) -> StreamDelta:
         return StreamDelta(tokens=tokens)
     delta = choice.get("delta") or {}
     thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return StreamDelta(delta.get("content") or "", thought, tokens, choice.get("finish_reason") or "")
+    return StreamDelta("" + (delta.get("content") or ""), "" + thought, tokens, choice.get("finish_reason") or "")
 
 
 def _message(reply: http.client.HTTPResponse) -> str:
     """The error message of an error response."""
-    data = reply.read()
+    data = b""
     try:
+        data = reply.read()
         content = json.loads(data)
         error = content.get("error", content) if isinstance(content, dict) else content
         text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except ValueError:
+    except (OSError, http.client.HTTPException, ValueError, RecursionError):
         text = data.decode(errors="replace").strip()[:200] or reply.reason
     return f"{text} (status {reply.status})"
 
@@ -422,16 +431,16 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     for pair in options.set:
         name, sign, value = pair.partition("=")
         if not name or not sign:
-            raise Mistake(f"--set {pair}: NAME=VALUE is needed, such as temperature=0.7")
+            raise UsageError(f"--set {pair}: NAME=VALUE is needed, such as temperature=0.7")
         conversation.fields[name] = parsed(value)
     try:
         conversation.fields = {"model": options.model or server.model() or "default", **conversation.fields}
     except Failed as failed:
-        raise Mistake(str(failed)) from None
+        raise UsageError(str(failed)) from None
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         question = sys.stdin.buffer.read().decode(errors="replace")
         if not question.strip():
-            raise Mistake("there is no question on stdin: echo 'Who are you?' | penstock chat")
+            raise UsageError("there is no question on stdin: echo 'Who are you?' | penstock chat")
         return pipe(server, conversation, question)
     with suppress(ImportError):
         import readline  # noqa: F401 (makes `input` editable, with a history; not available everywhere)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..shard.models.families import beside
+from .errors import UsageError
 from .hub import HubWeights
-from .mistake import Mistake
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -49,7 +49,7 @@ class Checkpoint:
 
 
 def read(folder: Path, load_format: str, ask: Callable[[], HubWeights] | None = None, text: bool = True) -> Checkpoint:
-    """The checkpoint in `folder`. Raises Mistake.
+    """The checkpoint in `folder`. Raises UsageError.
 
     The weights may be missing with `load_format` "dummy", or if `ask` can say how large they are. text: a tokenizer must be there.
     """
@@ -66,7 +66,7 @@ def read(folder: Path, load_format: str, ask: Callable[[], HubWeights] | None = 
         found = header(path)
         lacking = next((name for name in names if name not in found), None)
         if lacking is not None:
-            raise Mistake(f"{path} has no tensor {lacking}, which {INDEX} puts there: download the model again")
+            raise UsageError(f"{path} has no tensor {lacking}, which {INDEX} puts there: download the model again")
         for name, (dtype, length) in found.items():
             sizes[dtype] += length
             if name.removeprefix("model.").startswith(ENCODERS):
@@ -76,23 +76,23 @@ def read(folder: Path, load_format: str, ask: Callable[[], HubWeights] | None = 
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The model's config.json, completed by files beside it. Raises Mistake."""
+    """The model's config.json, completed by files beside it. Raises UsageError."""
     if not (folder / "config.json").is_file():
         _check_other(folder)
     config = _json(folder / "config.json", "name a folder that holds a Hugging Face model")
     try:
         return beside(config, folder)
     except ValueError as error:
-        raise Mistake(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 def _check_other(folder: Path) -> None:
-    """Raises Mistake if it is a folder of something else that people have."""
+    """Raises UsageError if it is a folder of something else that people have."""
     if gguf := next(folder.glob("*.gguf"), None):
-        raise Mistake(f"{folder} has no config.json, and {gguf.name}: {NO_GGUF}")
+        raise UsageError(f"{folder} has no config.json, and {gguf.name}: {NO_GGUF}")
     if (folder / "adapter_config.json").is_file():
         base = _json(folder / "adapter_config.json", "").get("base_model_name_or_path")
-        raise Mistake(f"{folder} is an adapter: serve its model ({base}), with --lora-adapters NAME={folder}")
+        raise UsageError(f"{folder} is an adapter: serve its model ({base}), with --lora-adapters NAME={folder}")
 
 
 def digest(model: Checkpoint) -> str:
@@ -102,12 +102,12 @@ def digest(model: Checkpoint) -> str:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raises Mistake unless the folder has a tokenizer.json."""
+    """Raises UsageError unless the folder has a tokenizer.json."""
     if has_tokenizer(folder):
         return
     if (folder / "tekken.json").is_file():
-        raise Mistake(f"{folder} has Mistral's tekken.json, and lacks tokenizer.json: take a copy of the model that has one")
-    raise Mistake(f"{folder} lacks tokenizer.json: save its tokenizer with transformers' AutoTokenizer, which writes one")
+        raise UsageError(f"{folder} has Mistral's tekken.json, and lacks tokenizer.json: take a copy of the model that has one")
+    raise UsageError(f"{folder} lacks tokenizer.json: save its tokenizer with transformers' AutoTokenizer, which writes one")
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -135,15 +135,15 @@ def _absent(folder: Path, config: dict[str, Any], ask: Callable[[], HubWeights])
 
 
 def _index(folder: Path) -> tuple[int, dict[str, str]]:
-    """Bytes of all weights, 0 if the index does not say, and the file of each tensor. Raises Mistake."""
+    """Bytes of all weights, 0 if the index does not say, and the file of each tensor. Raises UsageError."""
     index = _json(folder / INDEX, "download the model again")
     weights, metadata = index.get("weight_map"), index.get("metadata")
     if not isinstance(weights, dict) or not weights:
-        raise Mistake(f"{folder / INDEX} has no weight_map: download the model again")
+        raise UsageError(f"{folder / INDEX} has no weight_map: download the model again")
     for file in weights.values():
         # A path out of the folder would make us read files that are not the model's.
         if not isinstance(file, str) or not file.isprintable() or file in ("", ".", "..") or "/" in file:
-            raise Mistake(f"{folder / INDEX} names {file!r}, a file of the same folder is needed: download the model again")
+            raise UsageError(f"{folder / INDEX} names {file!r}, a file of the same folder is needed: download the model again")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return int(total) if isinstance(total, int | float) and 0 < total < MOST_BYTES else 0, weights
 
@@ -151,12 +151,12 @@ def _index(folder: Path) -> tuple[int, dict[str, str]]:
 def _stored_dtype(folder: Path, sizes: Counter[str]) -> str:
     floats = [name for name, _ in sizes.most_common() if name in FLOATS]
     if not floats:
-        raise Mistake(f"the weights in {folder} are {', '.join(sizes) or 'none'}: only {', '.join(FLOATS)} can be loaded")
+        raise UsageError(f"the weights in {folder} are {', '.join(sizes) or 'none'}: only {', '.join(FLOATS)} can be loaded")
     return FLOATS[floats[0]]
 
 
 def elements(folder: Path) -> dict[str, int]:
-    """The number of elements of each tensor, of weights that are there. Raises Mistake."""
+    """The number of elements of each tensor, of weights that are there. Raises UsageError."""
     headers = [header(path) for path in _weight_files(folder)]
     return {name: length // ITEM_BYTES.get(dtype, 1) for own in headers for name, (dtype, length) in own.items()}
 
@@ -172,46 +172,46 @@ def _weight_files(folder: Path) -> dict[Path, list[str]]:
             files.setdefault(file, []).append(name)
         missing = [file for file in sorted(files) if not (folder / file).is_file()]
         if missing:
-            raise Mistake(f"{folder} lacks {', '.join(missing)}, which its index names: complete the download")
+            raise UsageError(f"{folder} lacks {', '.join(missing)}, which its index names: complete the download")
         return {folder / file: names for file, names in sorted(files.items())}
     if others := sorted(folder.glob("*.safetensors")):
         return {path: [] for path in others}
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     if pickles:
-        raise Mistake(
+        raise UsageError(
             f"{folder} has its weights only as {pickles[0]}, a pickle, which may run code: save them as safetensors "
             "(transformers: model.save_pretrained)"
         )
     if gguf := next(folder.glob("*.gguf"), None):
-        raise Mistake(f"{folder} has its weights only as {gguf.name}, and {NO_GGUF}")
-    raise Mistake(f"{folder} has no weights ({SINGLE} or {INDEX}): complete it, or take random ones with --load-format dummy")
+        raise UsageError(f"{folder} has its weights only as {gguf.name}, and {NO_GGUF}")
+    raise UsageError(f"{folder} has no weights ({SINGLE} or {INDEX}): complete it, or take random ones with --load-format dummy")
 
 
 def header(path: Path) -> dict[str, tuple[str, int]]:
     """dtype and bytes of each tensor in a safetensors file: 8 bytes of length, that much JSON, then the tensors without gaps.
-    Raises Mistake."""
+    Raises UsageError."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, LARGEST_HEADER):
-                raise Mistake(f"{path} is no safetensors file, or is cut short: download it again")
+                raise UsageError(f"{path} is no safetensors file, or is cut short: download it again")
             text = file.read(length)
     except OSError as error:
-        raise Mistake(f"{path} can't be read: {error.strerror}") from None
+        raise UsageError(f"{path} can't be read: {error.strerror}") from None
     try:
         tensors = {name: _extent(tensor) for name, tensor in json.loads(text).items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Mistake(f"{path} has a broken header: download it again") from None
+        raise UsageError(f"{path} has a broken header: download it again") from None
     position, end = 0, size - 8 - length
     for name, (_, start, stop) in sorted(tensors.items(), key=lambda item: item[1][1:]):
         if stop > end:
-            raise Mistake(f"{path} is cut short, {name} lies beyond its end: download it again")
+            raise UsageError(f"{path} is cut short, {name} lies beyond its end: download it again")
         if start != position:
-            raise Mistake(f"{path} has a broken header, {name} overlaps another tensor or leaves a gap: download it again")
+            raise UsageError(f"{path} has a broken header, {name} overlaps another tensor or leaves a gap: download it again")
         position = stop
     if position != end:
-        raise Mistake(f"{path} is {end - position} bytes longer than its header says: download it again")
+        raise UsageError(f"{path} is {end - position} bytes longer than its header says: download it again")
     return {name: (dtype, stop - start) for name, (dtype, start, stop) in tensors.items()}
 
 
@@ -229,7 +229,7 @@ def _named_dtype(config: dict[str, Any]) -> str:
     # transformers 5 writes `dtype`, earlier versions `torch_dtype`
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     if name not in FLOATS.values():
-        raise Mistake(f"config.json names dtype {name}: one of {', '.join(FLOATS.values())} is needed")
+        raise UsageError(f"config.json names dtype {name}: one of {', '.join(FLOATS.values())} is needed")
     return str(name)
 
 
@@ -237,13 +237,13 @@ def _json(path: Path, remedy: str) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Mistake(f"{path.parent} has no {path.name}: {remedy}") from None
+        raise UsageError(f"{path.parent} has no {path.name}: {remedy}") from None
     except OSError as error:
-        raise Mistake(f"{path} can't be read: {error.strerror}") from None
+        raise UsageError(f"{path} can't be read: {error.strerror}") from None
     except ValueError as error:
-        raise Mistake(f"{path} can't be read ({error}): download it again") from None
+        raise UsageError(f"{path} can't be read ({error}): download it again") from None
     except RecursionError:
-        raise Mistake(f"{path} is nested too deeply: {remedy}") from None
+        raise UsageError(f"{path} is nested too deeply: {remedy}") from None
     if not isinstance(value, dict):
-        raise Mistake(f"{path} holds no JSON object: {remedy}")
+        raise UsageError(f"{path} holds no JSON object: {remedy}")
     return value

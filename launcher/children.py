@@ -19,7 +19,7 @@ SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API
 
 
 def router_config(
-    asked: Options, name: str, folder: Path, groups: Sequence[Sequence[str]], images: int = 0, complaints: str = ""
+    asked: Options, name: str, folder: Path, groups: Sequence[Sequence[str]], images: int = 0, hang_reports: str = ""
 ) -> RouterConfig:
     """The router's settings. Options and settings of the same name have the same value. groups: the rank addresses of each replica;
     images: the most images of a request."""
@@ -32,7 +32,7 @@ def router_config(
         given["payload_limit"] = BODY
     given["adapters"] = tuple(adapters.sources(asked, name))
     keys = option_types.keys_of(asked.api_key)
-    return RouterConfig(folder=str(folder), model=name, groups=addresses, complaints=complaints, api_keys=keys, **given)
+    return RouterConfig(folder=str(folder), model=name, groups=addresses, hang_reports=hang_reports, api_keys=keys, **given)
 
 
 def shard_configs(

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from . import adapters, banner, checkpoint, cluster, command_line, drafts, hub, option_types, plan, serve, streams
+from . import adapters, banner, checkpoint, cluster, command_line, drafts, hub, option_types, plan, serve, standard_streams
 from .console import Console
-from .mistake import Mistake
+from .errors import UsageError
 from .options import Options
 
 ENVIRONMENT = (
@@ -32,13 +32,21 @@ MENDABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
-    streams.complete()
+    standard_streams.repair()
     given = sys.argv[1:] if arguments is None else list(arguments)
-    tell = functools.partial(complain, wrapped=given[:1] == ["serve"] and in_json(given, os.environ))
+    tell = functools.partial(report_error, wrapped=given[:1] == ["serve"] and in_json(given, os.environ))
+    return exit_code(lambda: _run(given, os.environ), tell)
+
+
+def exit_code(run: Callable[[], int], tell: Callable[[str, int], int]) -> int:
+    """Runs a command. Returns its exit code, or the one of an error that ended it, which `tell` reports and returns."""
     try:
-        return _run(given, os.environ)
-    except Mistake as mistake:
-        return tell(str(mistake), 2)
+        try:
+            return run()
+        finally:
+            sys.stdout.flush()  # else Python would do so when it ends, with an error of its own
+    except UsageError as error:
+        return tell(str(error), 2)
     except KeyboardInterrupt:
         return 130  # before anything was started, during a download for instance
     except BrokenPipeError:
@@ -64,12 +72,12 @@ def in_json(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     return "--json-output" in arguments or environment.get("JSON_OUTPUT", "").strip().lower() in ("true", "1")
 
 
-def complain(text: str, code: int, program: str = "penstock", *, wrapped: bool = False) -> int:
+def report_error(text: str, code: int, program: str = "penstock", *, wrapped: bool = False) -> int:
     """Prints an error in one line, whatever characters the names in it have; wrapped: as JSON, like all log lines. Returns the exit
     code."""
     shown = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
     if wrapped:
-        Console(json_output=True).complain(shown)
+        Console(json_output=True).error(shown)
     else:
         print(f"{program}: error: {shown}", file=sys.stderr)
     return code
@@ -87,10 +95,10 @@ def _run(arguments: list[str], environment: Mapping[str, str]) -> int:
         return 0
     if arguments[0] not in commands:
         top.parse_known_args(arguments[:1])  # --help and --version end here
-        raise Mistake(_no_command(arguments[0].partition("=")[0]))
+        raise UsageError(_no_command(arguments[0].partition("=")[0]))
     asked = command_line.parse(parsers[arguments[0]], arguments[1:], environment)
     if asked.env:
-        Console(asked.json_output).say(banner.describe())
+        Console(asked.json_output).info(banner.describe())
     return commands[arguments[0]](asked, environment)
 
 
@@ -119,7 +127,7 @@ def _client(name: str, arguments: list[str], environment: Mapping[str, str]) -> 
 
 
 def _key(environment: Mapping[str, str], given: str) -> str:
-    """The API key that a client sends: from the flag, else from the environment; "" for none. Raises Mistake."""
+    """The API key that a client sends: from the flag, else from the environment; "" for none. Raises UsageError."""
     several = option_types.keys_of(environment.get("API_KEY", ""))[:1]  # any key will do where the server has several
     other = environment.get("OPENAI_API_KEY", "")
     for source, text in (("--api-key", given), *(("API_KEY", one) for one in several), ("OPENAI_API_KEY", other)):
@@ -127,7 +135,7 @@ def _key(environment: Mapping[str, str], given: str) -> str:
             if found := option_types.key(text.strip()):
                 return found
         except ValueError as error:
-            raise Mistake(f"{source}: {error}") from None
+            raise UsageError(f"{source}: {error}") from None
     return ""
 
 

@@ -17,8 +17,8 @@ from ..shard.models.shape import Shape
 from . import plan, roofline
 from .adapters import Adapter
 from .checkpoint import Checkpoint
+from .errors import UsageError
 from .machine import Machine
-from .mistake import Mistake
 from .options import Options
 from .plan import Plan, size
 from .roofline import Accelerator, Group
@@ -98,21 +98,21 @@ class Layout:
 
 
 def parse(text: str) -> Cluster:
-    """Parses [NODES x] [GPUS x] KIND [KEY=VALUE ...]. Raises Mistake."""
+    """Parses [NODES x] [GPUS x] KIND [KEY=VALUE ...]. Raises UsageError."""
     head, *words = re.split(r"\s+(?=[\w-]+=)", text.strip())
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([A-Za-z][\w.-]*)", head)
     if not found:
-        raise Mistake(f"--cluster {text}: nodes x GPUs of each x kind is needed, such as {EXAMPLE}")
+        raise UsageError(f"--cluster {text}: nodes x GPUs of each x kind is needed, such as {EXAMPLE}")
     counts = [int(count) for count in found.groups()[:2] if count is not None]
     nodes, gpus = [1, 1, *counts][-2:]
     if not 1 <= nodes * gpus <= 1 << 16:
-        raise Mistake(f"--cluster {text}: {nodes} nodes of {gpus} GPUs are none, or more than {1 << 16:,} together")
+        raise UsageError(f"--cluster {text}: {nodes} nodes of {gpus} GPUs are none, or more than {1 << 16:,} together")
     kind = found[3].upper() if found[3].upper() in ACCELERATORS else found[3]
     values = dict(_assignment(word, text) for word in words)
     missing = [f"{key}={example}" for key, example in OWN.items() if kind not in ACCELERATORS and key not in values]
     if missing:
         known = ", ".join(ACCELERATORS)
-        raise Mistake(f"--cluster {text}: no kind {kind}; say what it has, such as {' '.join(missing)}, or take one of {known}")
+        raise UsageError(f"--cluster {text}: no kind {kind}; say what it has, such as {' '.join(missing)}, or take one of {known}")
     return Cluster(nodes=nodes, gpus=gpus, kind=kind, accelerator=dataclasses.replace(ACCELERATORS.get(kind, BARE), **values))
 
 
@@ -120,11 +120,11 @@ def _assignment(word: str, text: str) -> tuple[str, float]:
     name, _, value = word.partition("=")
     key = name.replace("-", "_")
     if key not in KEYS:
-        raise Mistake(f"--cluster {text}: no {name}; {', '.join(KEYS).replace('_', '-')} can be said")
+        raise UsageError(f"--cluster {text}: no {name}; {', '.join(KEYS).replace('_', '-')} can be said")
     found = (_seconds if "latency" in key else _amount)(value)
     if not found:
         unit = "20us" if "latency" in key else OWN.get(key, "50GB/s or 400Gb/s")
-        raise Mistake(f"--cluster {text}: {name}={value} is no number with its unit, such as {unit}")
+        raise UsageError(f"--cluster {text}: {name}={value} is no number with its unit, such as {unit}")
     return key, found
 
 
@@ -146,27 +146,27 @@ def _seconds(text: str) -> float:
 def layouts(
     options: Options, model: Checkpoint, cluster: Cluster, draft: Checkpoint | None = None, loras: Sequence[Adapter] = ()
 ) -> list[Layout]:
-    """Every layout that fits, by the number of ranks. Raises Mistake if there is none."""
+    """Every layout that fits, by the number of ranks. Raises UsageError if there is none."""
     if options.device == "cpu" or options.dtype == "float32":
-        raise Mistake("--cluster is for accelerators and 16-bit numbers: leave --device cpu and --dtype float32 out")
+        raise UsageError("--cluster is for accelerators and 16-bit numbers: leave --device cpu and --dtype float32 out")
     try:
         form = shape(model.config)
         if options.num_shard:
             form.check_ranks(options.num_shard)
     except ValueError as error:
-        raise Mistake(f"{model.folder}: {error}") from None
+        raise UsageError(f"{model.folder}: {error}") from None
     possible = [ranks for ranks in _sizes(form, cluster) if options.num_shard in (0, ranks)]
     if not possible:
         fitting = ", ".join(str(ranks) for ranks in _sizes(form, cluster))
-        raise Mistake(f"--num-shard {options.num_shard} does not divide nodes of {cluster.gpus} GPUs evenly: {fitting} do")
-    found, refusal = [], Mistake()
+        raise UsageError(f"--num-shard {options.num_shard} does not divide nodes of {cluster.gpus} GPUs evenly: {fitting} do")
+    found, refusal = [], UsageError()
     for ranks in possible:
         try:
             found.append(_layout(options, model, cluster, ranks, draft, loras))
-        except Mistake as mistake:  # most likely that it does not fit over so few
-            refusal = mistake
+        except UsageError as error:  # most likely that it does not fit over so few
+            refusal = error
     if not found:
-        raise Mistake(f"over {possible[-1]} ranks: {refusal}")
+        raise UsageError(f"over {possible[-1]} ranks: {refusal}")
     return found
 
 
@@ -212,7 +212,7 @@ def table(
     draft: Checkpoint | None = None,
     loras: Sequence[Adapter] = (),
 ) -> str:
-    """The whole report as aligned tables for people. Raises Mistake."""
+    """The whole report as aligned tables for people. Raises UsageError."""
     found = layouts(options, model, cluster, draft, loras)
     longest = options.max_total_tokens or found[0].plan.shape.max_positions
     contexts = [context for context in CONTEXTS if context <= longest] or [longest]

@@ -1,4 +1,4 @@
-"""Command-line parsing: flags and environment variables become `Options`; also the help. Raises Mistake, in one line."""
+"""Command-line parsing: flags and environment variables become `Options`; also the help. Raises UsageError, in one line."""
 
 import argparse
 import dataclasses
@@ -9,18 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from . import option_types
-from .mistake import Mistake
+from .errors import UsageError
 from .options import BATCHING, CHATS, COMPUTE, FIELDS, HTTP, MODEL, NODES, REQUESTS, Options, check, flag
 from .tgi_flags import IGNORED, REFUSED
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors as a one-line Mistake."""
+    """An argument parser that reports errors as a one-line UsageError."""
 
     def error(self, message: str) -> NoReturn:
         if switch := re.fullmatch(r"argument (\S+): ignored explicit argument '(.*)'", message):
-            raise Mistake(f"{switch[1]}={switch[2]}: a switch takes no value: write {switch[1]}, or leave it out")
-        raise Mistake(f"{message} ({self.prog} --help lists what there is)")
+            raise UsageError(f"{switch[1]}={switch[2]}: a switch takes no value: write {switch[1]}, or leave it out")
+        raise UsageError(f"{message} ({self.prog} --help lists what there is)")
 
 
 class Joined(argparse.Action):
@@ -47,7 +47,7 @@ def add_version(parser: argparse.ArgumentParser) -> None:
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds every flag, in groups, and the positional MODEL."""
     add_version(parser)
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="folder or hub id (default: the embedded demo model)")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder or hub id (default: the embedded demo model)")
     groups = {title: parser.add_argument_group(title) for title in (MODEL, REQUESTS, CHATS, BATCHING, COMPUTE, NODES, HTTP)}
     for name, field in FIELDS.items():
         details = field.metadata
@@ -74,10 +74,10 @@ def stripped(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]) -> Options:
-    """The options from the command line, and from the environment where the command line is silent. Raises Mistake."""
+    """The options from the command line, and from the environment where the command line is silent. Raises UsageError."""
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
-        raise Mistake(_unknown(parser.prog, unknown))
+        raise UsageError(_unknown(parser.prog, unknown))
     given: dict[str, Any] = {}
     environment = stripped(environment)
     for name, field in FIELDS.items():
@@ -88,12 +88,14 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment
                 sources = [(source, text) for source, text in sources if text and _is_address(text)]
         found = [(source, text) for source, text in sources if text is not None]
         if len(found) > 1:
-            raise Mistake(f"{found[0][0]} and {found[1][0]} mean the same: set one of them")
+            raise UsageError(f"{found[0][0]} and {found[1][0]} mean the same: set one of them")
         if found:
             given[name] = _value(field, *found[0])
+    if "" in (values.model, values.model_id):  # a variable that is not set, in a script
+        raise UsageError("MODEL is empty: name a folder or a hub id, or leave it out for the embedded demo model")
     if values.model:
-        if getattr(values, "model_id", None) not in (None, values.model):
-            raise Mistake(f"MODEL says {values.model} and --model-id says {values.model_id}: give one of them")
+        if values.model_id not in (None, values.model):
+            raise UsageError(f"MODEL says {values.model} and --model-id says {values.model_id}: give one of them")
         given["model_id"] = values.model
     return check(Options(**given))
 
@@ -111,17 +113,17 @@ def _is_address(text: str) -> bool:
 
 
 def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
-    """`text` as the field's type. `source`: the flag or variable, for the error message. Raises Mistake."""
+    """`text` as the field's type. `source`: the flag or variable, for the error message. Raises UsageError."""
     choices = field.metadata["choices"]
     if choices and text not in choices:
-        raise Mistake(f"{source}={text}: one of {', '.join(choices)} is needed")
+        raise UsageError(f"{source}={text}: one of {', '.join(choices)} is needed")
     try:
         return (option_types.boolean if field.metadata["switch"] else field.metadata["kind"])(text)
     except ValueError as error:
         secret = field.metadata["kind"] is option_types.keys and option_types.keys_of(
             text
         )  # what was mistyped may be most of a key
-        raise Mistake(f"{source}={'...' if secret else ' '.join(text.split())}: {error}") from None
+        raise UsageError(f"{source}={'...' if secret else ' '.join(text.split())}: {error}") from None
 
 
 def _unknown(program: str, arguments: Sequence[str]) -> str:

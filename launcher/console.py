@@ -43,13 +43,13 @@ class Console:
             self._backlogs = {self._out: out, self._error: error}
         atexit.register(self._finish)
 
-    def say(self, message: str) -> None:
+    def info(self, message: str) -> None:
         """To stdout: progress."""
-        self._write(self._out, self._wrap("INFO", "launcher", message) if self._json_output else f"penstock: {message}")
+        self._write(self._out, self._own("INFO", message))
 
-    def complain(self, message: str) -> None:
+    def error(self, message: str) -> None:
         """To stderr: errors."""
-        self._write(self._error, self._wrap("ERROR", "launcher", message) if self._json_output else f"penstock: {message}")
+        self._write(self._error, self._own("ERROR", message))
 
     def relay(self, name: str, line: str, error: bool) -> None:
         """Passes on a line that the child called `name` wrote to its stdout, or (`error`) to its stderr."""
@@ -61,12 +61,15 @@ class Console:
         else:
             self._write(stream, self._wrap("INFO", name, line))
 
+    def _own(self, level: str, message: str) -> str:
+        """A line of the launcher itself."""
+        return self._wrap(level, "launcher", message) if self._json_output else f"penstock: {message}"
+
     def _wrap(self, level: str, name: str, message: str) -> str:
         return json.dumps({"timestamp": moment(time.time()), "level": level, "name": name, "message": message}, ensure_ascii=False)
 
     def _lost(self, lines: int) -> str:
-        text = f"{lines} lines were dropped here: nobody read them in time"
-        return self._wrap("WARNING", "launcher", text) if self._json_output else f"penstock: {text}"
+        return self._own("WARNING", f"{lines} lines were dropped here: nobody read them in time")
 
     def _finish(self) -> None:
         deadline = time.monotonic() + LAST_WORDS

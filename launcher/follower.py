@@ -20,10 +20,10 @@ from ..proto.certificates import Certificates
 from ..proto.link import Link
 from . import node_messages, processes
 from .console import Console
+from .event_sources import ECHO, signals, watch_signals
 from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
 from .parts import GRACE, Command, Part, Signal
 from .processes import Child
-from .watching import ECHO, signals, watch_signals
 
 FIRST_RETRY, LAST_RETRY = 0.25, 3.0  # seconds between two attempts to reach node 0, doubled each time
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")  # OpenSSL's words for an answer in plain text
@@ -118,7 +118,7 @@ class Follower:
             try:
                 event = self._events.get(timeout=self._patience())
             except queue.Empty:
-                self._console.complain("node 0 has not ended in time: this node ends")
+                self._console.error("node 0 has not ended in time: this node ends")
                 return 1
             match event:
                 case Signal(number):
@@ -145,23 +145,23 @@ class Follower:
     def _said(self, message: Message) -> int | None:
         match message:
             case {"kind": "welcome"}:
-                self._console.say(f"{self._leader} knows this node; its ranks start when all nodes are there")
+                self._console.info(f"{self._leader} knows this node; its ranks start when all nodes are there")
                 self._since, self._reason, self._met, self._delay = 0.0, "", "", FIRST_RETRY
             case {"kind": "wait", "text": str(text)}:
                 return self._lost(f"does not take this node yet: {text}")
             case {"kind": "refused", "text": str(text)}:
-                self._console.complain(f"{self._leader} refuses this node: {text}")
+                self._console.error(f"{self._leader} refuses this node: {text}")
                 return 2
             case {"kind": "start"}:
                 self._start(node_messages.orders(message))
             case {"kind": "halt", "epoch": int(epoch)}:
                 if self._shards.children:
-                    self._console.say(f"{self._leader} has lost some of the group: this node's shards end, to be started again")
+                    self._console.info(f"{self._leader} has lost some of the group: this node's shards end, to be started again")
                 self._halt(epoch)
             case {"kind": "stop"}:
                 self._end()
             case {"kind": "end", "code": int(code), "text": str(text)}:
-                (self._console.complain if code else self._console.say)(text)
+                (self._console.error if code else self._console.info)(text)
                 self._end()
                 return code
         return None
@@ -169,7 +169,7 @@ class Follower:
     def _start(self, orders: Orders) -> None:
         assert self._hello is not None
         self._epoch = orders.epoch
-        self._console.say(f"{self._leader} starts the group" + (" again" if orders.epoch > 1 else ""))
+        self._console.info(f"{self._leader} starts the group" + (" again" if orders.epoch > 1 else ""))
         self._shards = Part("the shards", self._ranks.commands(orders, self._hello), 0)
         try:
             self._shards.start(self._environment)
@@ -181,7 +181,7 @@ class Follower:
 
     def _died(self, text: str, code: int) -> None:
         """Reports the death of a rank. Node 0 decides what becomes of the group."""
-        self._console.complain(text)
+        self._console.error(text)
         self._shards.kill()
         self._tell({"kind": "died", "epoch": self._epoch, "text": text, "code": code})
         self._tell({"kind": "halted", "epoch": self._epoch})
@@ -190,13 +190,13 @@ class Follower:
         if self._shards.kill():
             self._tell({"kind": "halted", "epoch": epoch})
         else:
-            self._console.complain("the shards can't be killed: node 0 waits for that")
+            self._console.error("the shards can't be killed: node 0 waits for that")
 
     def _lost(self, why: str) -> int | None:
         """Handles the loss of node 0: no ranks run without it."""
         if self._shards.children:
             self._shards.kill()
-            self._console.complain("without node 0 the shards are ended")
+            self._console.error("without node 0 the shards are ended")
         assert self._link is not None
         self._link.close()
         self._link = None
@@ -211,12 +211,10 @@ class Follower:
         if time.monotonic() >= self._since + timeout:
             # Node 0 gives up as well. Whoever finds nobody there any more should still learn what was the matter.
             before = f", and before that: {self._met}" if self._met and self._met not in why else ""
-            self._console.complain(
-                f"{self._leader} {why}{before}; it was waited for {timeout:g} s (--node-timeout): this node ends"
-            )
+            self._console.error(f"{self._leader} {why}{before}; it was waited for {timeout:g} s (--node-timeout): this node ends")
             return 1
         if why != self._reason:
-            self._console.complain(f"{self._leader} {why}; it is looked for, up to {timeout:g} s")
+            self._console.error(f"{self._leader} {why}; it is looked for, up to {timeout:g} s")
             self._reason = why
         self._seek(self._delay)
         self._delay = min(2 * self._delay, LAST_RETRY)
@@ -227,12 +225,12 @@ class Follower:
         if self._asked:
             if time.monotonic() < self._asked + ECHO:
                 return None
-            self._console.complain("stopped at once")
+            self._console.error("stopped at once")
             return 1
         if self._link is None or not self._shards.children:
             return 0
         self._asked = time.monotonic()
-        self._console.say(f"{name}: {self._leader} is asked to drain and stop; once more stops this node at once")
+        self._console.info(f"{name}: {self._leader} is asked to drain and stop; once more stops this node at once")
         self._tell({"kind": "leave", "text": f"{name} there"})
         return None
 

@@ -4,15 +4,18 @@ Knows nothing of what is in the files.
 """
 
 import fnmatch
+import os
 import re
+import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..proto.hub import Unavailable, download
-from .mistake import Mistake
+from .errors import UsageError
 from .paths import expanded
 
 DEMO = "penstock-demo"  # the model name that clients see for the embedded model
@@ -40,29 +43,33 @@ class HubWeights:
 def locate(
     model: str, revision: str = "", cache: str = "", progress: bool = True, weights: bool = True, only: Sequence[str] = ()
 ) -> tuple[str, Path]:
-    """The name and the folder of `model` ("": the demo model). Downloads what is missing of a hub model. Raises Mistake.
+    """The name and the folder of `model` ("": the demo model). Downloads what is missing of a hub model. Raises UsageError.
 
     weights: whether they are needed; without, a download takes the small files only. only: the patterns of files to download, if
     they are not those of a model.
     """
     if revision and not on_hub(model):
-        raise Mistake(f"--revision {revision} is for models of the hub, not {model or 'the demo model'}: leave it and REVISION out")
+        raise UsageError(
+            f"--revision {revision} is for models of the hub, not {model or 'the demo model'}: leave it and REVISION out"
+        )
     if not model:
         if not DEMO_FOLDER.is_dir():
-            raise Mistake("this installation lacks the embedded demo model: name a model (penstock serve MODEL), or install again")
+            raise UsageError(
+                "this installation lacks the embedded demo model: name a model (penstock serve MODEL), or install again"
+            )
         return DEMO, DEMO_FOLDER
     if model in DRAFTS:
         if not DRAFTS[model].is_dir():
-            raise Mistake(f"this installation lacks the embedded {model}: install it again")
+            raise UsageError(f"this installation lacks the embedded {model}: install it again")
         return model, DRAFTS[model]
     folder = expanded(model)
     if folder.is_dir():
         return model, folder.resolve()
     if folder.exists():
         other = ", of a model as safetensors, since GGUF is not supported" if model.endswith(".gguf") else ""
-        raise Mistake(f"{model} is a file: name the folder that holds config.json{other}")
+        raise UsageError(f"{model} is a file: name the folder that holds config.json{other}")
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", model):
-        raise Mistake(f"no folder {model} (and that is no id of a hub model, which looks like owner/name)")
+        raise UsageError(f"no folder {model} (and that is no id of a hub model, which looks like owner/name)")
     return model, _download(model, revision, cache, progress, list(only) or (PATTERNS if weights else SMALL))
 
 
@@ -72,10 +79,10 @@ def on_hub(model: str) -> bool:
 
 
 def remote(model: str, revision: str) -> HubWeights:
-    """The hub's data about a model's weights, without a download: it reads the headers of the files. Raises Mistake."""
+    """The hub's data about a model's weights, without a download: it reads the headers of the files. Raises UsageError."""
     try:
         found = _headers(model, revision)
-    except Mistake:
+    except UsageError:
         raise
     except Exception:  # offline, an odd header, no real hub: then a plan uses an estimate
         return HubWeights(Counter(), 0)
@@ -98,12 +105,27 @@ def _headers(model: str, revision: str) -> dict[str, Any]:
         names = huggingface_hub.list_repo_files(model, revision=revision or None)
     found = [name for name in fnmatch.filter(names, WEIGHTS) if not any(fnmatch.fnmatch(name, other) for other in IGNORED)]
     if not found:
-        raise Mistake(f"{model} has no weights as safetensors on the hub: take another model, or convert it")
+        raise UsageError(f"{model} has no weights as safetensors on the hub: take another model, or convert it")
     return {name: huggingface_hub.parse_safetensors_file_metadata(model, name, revision=revision or None) for name in found}
 
 
 def _download(model: str, revision: str, cache: str, progress: bool, patterns: list[str]) -> Path:
     try:
-        return download(model, revision, cache, patterns, IGNORED, progress)
+        with _ended_by_signals():
+            return download(model, revision, cache, patterns, IGNORED, progress)
     except Unavailable as error:
-        raise Mistake(str(error)) from None
+        raise UsageError(str(error)) from None
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Inside the context SIGINT and SIGTERM end this process at once. The hub's client would first wait for its threads, which
+    complete their files, and the first process of a container gets no SIGTERM without a handler. The next start goes on where
+    this one has stopped."""
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: os._exit(128 + number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

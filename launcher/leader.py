@@ -16,9 +16,9 @@ from ..proto.certificates import Certificates
 from ..proto.link import Link, Unauthenticated
 from . import node_messages
 from .console import Console
+from .membership import Membership, named
 from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
 from .parts import GRACE, Command, Event, Failed, Outcome, Part, RemoteEvent, StartNow, StopRequested
-from .roll_call import RollCall, named
 
 GREETING = 1 << 16  # most bytes of a hello message
 STRANGERS = 16  # unidentified connections that are listened to at once; more have to wait
@@ -52,11 +52,17 @@ class Leader(Part):
     """A rank group of several nodes. Local ranks are started when the other nodes are there; until then it has no children."""
 
     def __init__(
-        self, name: str, commands: Sequence[Command], limit: int, leftovers: Sequence[Path], meeting: Meeting, roll_call: RollCall
+        self,
+        name: str,
+        commands: Sequence[Command],
+        limit: int,
+        leftovers: Sequence[Path],
+        meeting: Meeting,
+        membership: Membership,
     ) -> None:
         super().__init__(name, commands, limit, leftovers)
         self._meeting = meeting
-        self._roll_call = roll_call
+        self._membership = membership
         self._links: dict[int, Link] = {}
         self._readers: list[threading.Thread] = []
         self._epoch = 0
@@ -74,9 +80,9 @@ class Leader(Part):
 
     def start(self, environment: Mapping[str, str]) -> None:
         """Starts the group if all nodes are there. Otherwise `hear` returns StartNow when they are."""
-        if not self._roll_call.complete:
+        if not self._membership.complete:
             self.due, self._waiting = None, True
-            self._meeting.console.say(f"waiting for {self._roll_call.missing()}, up to {self._meeting.timeout:g} s")
+            self._meeting.console.info(f"waiting for {self._membership.missing()}, up to {self._meeting.timeout:g} s")
             self._expect()
             return
         self._epoch += 1
@@ -87,7 +93,7 @@ class Leader(Part):
         for path, address in self._places():
             self._found.add(path)
             path.write_text(address, encoding="utf-8")
-        self._roll_call.started()
+        self._membership.started()
         super().start(environment)
 
     def kill(self) -> bool:
@@ -127,29 +133,29 @@ class Leader(Part):
             case Gone(peer, why):
                 node = self._node(peer)
                 return None if node is None else self._gone(node, why)
-            case Late(epoch) if self._waiting and epoch == self._epoch and not self._roll_call.complete:
-                text = self._roll_call.late(self._meeting.timeout)
+            case Late(epoch) if self._waiting and epoch == self._epoch and not self._membership.complete:
+                text = self._membership.late(self._meeting.timeout)
                 unfit = f"; the last that came: {self._objection}" if self._objection else ""
                 return Failed(text + unfit, 2 if unfit else 1, in_vain=True)
         return None
 
     def _came(self, peer: Link, hello: Hello) -> Outcome:
         name, console = named(hello.node, hello.address), self._meeting.console
-        if text := self._roll_call.objection(hello):
+        if text := self._membership.objection(hello):
             self._objection = text
-            console.complain(f"{name} was refused: {text}")
+            console.error(f"{name} was refused: {text}")
             tell(peer, {"kind": "refused", "text": text})
             return None
-        if text := self._roll_call.rival(hello):
+        if text := self._membership.rival(hello):
             tell(peer, {"kind": "wait", "text": text})
             return None
         lost = self._running  # it has lost this node, and ended its ranks, before this node noticed
         if hello.node in self._links:
             self._links[hello.node].close()
         self._links[hello.node] = peer
-        self._roll_call.enter(hello)
+        self._membership.enter(hello)
         self._tell(hello.node, {"kind": "welcome"})
-        console.say(f"{name} is there")
+        console.info(f"{name} is there")
         return Failed(f"{name} has lost this node, and comes anew") if lost else self._again()
 
     def _said(self, node: int, message: Message) -> Outcome:
@@ -158,7 +164,7 @@ class Leader(Part):
             case {"kind": "died", "epoch": epoch, "text": text, "code": int(code)} if epoch == self._epoch and self._running:
                 return Failed(f"{name}: {text}", code)
             case {"kind": "halted", "epoch": epoch} if epoch == self._epoch:
-                self._roll_call.halted(node)
+                self._membership.halted(node)
                 return self._again()
             case {"kind": "leave", "text": text}:
                 return StopRequested(f"{name}: {text}")
@@ -167,22 +173,22 @@ class Leader(Part):
     def _gone(self, node: int, why: str) -> Outcome:
         text = f"{self._name(node)} is lost: {why}"
         del self._links[node]
-        self._roll_call.leave(node)
+        self._membership.leave(node)
         if self._running:
             return Failed(text)
         if not self._ending:
-            self._meeting.console.complain(text)
+            self._meeting.console.error(text)
         return None
 
     def _again(self) -> Outcome:
-        return StartNow() if self._waiting and self._roll_call.complete else None
+        return StartNow() if self._waiting and self._membership.complete else None
 
     def _node(self, peer: Link) -> int | None:
         """The node at the other end of a link, unless it has another link by now."""
         return next((node for node, known in self._links.items() if known is peer), None)
 
     def _name(self, node: int) -> str:
-        return named(node, self._roll_call.present[node].address)
+        return named(node, self._membership.present[node].address)
 
     def place(self, rank: int) -> Path:
         """The file in which the router finds the address of a rank of another node."""
@@ -192,7 +198,7 @@ class Leader(Part):
         """The address file of each rank of other nodes, and its content."""
         return [
             (self.place(hello.node * len(hello.ports) + number), link.joined(hello.address, port))
-            for hello in self._roll_call.present.values()
+            for hello in self._membership.present.values()
             for number, port in enumerate(hello.ports)
         ]
 
@@ -225,14 +231,14 @@ class Leader(Part):
             peer = link.secure(connection, address, self._meeting.certificates, self._meeting.silence)
             hello = node_messages.hello(node_messages.read(peer.receive(link.HANDSHAKE, GREETING)))
         except Unauthenticated as stranger:
-            self._meeting.console.complain(str(stranger))
+            self._meeting.console.error(str(stranger))
             return
         except link.Encrypted as stranger:
-            self._meeting.console.complain(f"{address} was refused: {stranger}, and this node has no --tls-cert")
+            self._meeting.console.error(f"{address} was refused: {stranger}, and this node has no --tls-cert")
             peer.close()
             return
         except (OSError, EOFError, ValueError) as error:
-            self._meeting.console.complain(f"{address} was refused: it is no node ({str(error) or 'it has left'})")
+            self._meeting.console.error(f"{address} was refused: it is no node ({str(error) or 'it has left'})")
             peer.close()
             return
         finally:

@@ -16,7 +16,7 @@ from pathlib import Path
 from ..proto import process
 from ..proto.process import available_memory, control_groups, lines_of
 from . import amd, nvidia
-from .mistake import Mistake
+from .errors import UsageError
 
 FIRST_PORT = 10240  # lowest port that is chosen; well-known services have lower ones
 SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -89,10 +89,10 @@ def _cpu_flags() -> set[str]:
 
 
 def take_files() -> None:
-    """Raises the limit of open files to what a server needs beside its connections, for us and our children. Raises Mistake."""
+    """Raises the limit of open files to what a server needs beside its connections, for us and our children. Raises UsageError."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < FILES:  # below is "no limit"
-        raise Mistake(
+        raise UsageError(
             f"only {hard} open files are allowed here, and a server has up to {FILES} besides its connections: raise the hard "
             "limit (ulimit -Hn, LimitNOFILE=, --ulimit nofile=)"
         )
@@ -101,7 +101,7 @@ def take_files() -> None:
 
 
 def check_port(hostname: str, port: int, host_flag: str = "--hostname", port_flag: str = "--port") -> None:
-    """Raises Mistake, which names the holder and a flag, unless `hostname`:`port` can be listened on."""
+    """Raises UsageError, which names the holder and a flag, unless `hostname`:`port` can be listened on."""
     family = socket.AF_INET6 if ":" in hostname else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the router does: lingering connections are no obstacle
@@ -111,10 +111,10 @@ def check_port(hostname: str, port: int, host_flag: str = "--hostname", port_fla
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 by = _holder(port)
-                raise Mistake(f"port {port} is in use{by}: choose another with {port_flag}") from None
+                raise UsageError(f"port {port} is in use{by}: choose another with {port_flag}") from None
             if error.errno == errno.EACCES:
-                raise Mistake(f"port {port} needs privileges: choose one from 1024 with {port_flag}") from None
-            raise Mistake(
+                raise UsageError(f"port {port} needs privileges: choose one from 1024 with {port_flag}") from None
+            raise UsageError(
                 f"can't listen on {hostname}: {error.strerror}; {host_flag} takes an address of this machine, or 0.0.0.0 for all"
             ) from None
 

@@ -15,15 +15,15 @@ from ..proto import certificates, link, settings
 from ..proto.certificates import Certificates
 from ..proto.images import DESCRIPTIONS
 from ..shard.config import ShardConfig
-from . import children, machine, roll_call, rundir, vision
+from . import children, machine, membership, rundir, vision
 from .console import Console
+from .errors import UsageError
 from .follower import Follower, NodeZero
 from .leader import Leader, Meeting
-from .mistake import Mistake
+from .membership import Membership
 from .node_messages import Hello, Orders
 from .options import Options
 from .parts import Command
-from .roll_call import RollCall
 
 NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator creates it when the machine is there
 
@@ -56,7 +56,7 @@ class Node:
             versions[DESCRIPTIONS[0]] = vision.digest(Path(first.folder))
         speculate = re.sub(r"draft=[^,]*", "draft", first.speculate)
         shard = dataclasses.replace(first, speculate=speculate, adapters=tuple((name, "") for name, _ in first.adapters))
-        return roll_call.terms(shard, self.asked.nnodes, self.digest, versions)
+        return membership.terms(shard, self.asked.nnodes, self.digest, versions)
 
     def start(self, shard: ShardConfig, orders: Orders, master: str, own: str) -> Command:
         """The process of a rank, which meets the others as ordered. master, own: addresses of node 0 and of this node."""
@@ -110,7 +110,7 @@ class Ranks:
 
 
 def lead(own: Node) -> tuple[Leader, list[str]]:
-    """The group as node 0 starts it, and where the router finds the ranks. Listens from now on. Raises Mistake."""
+    """The group as node 0 starts it, and where the router finds the ranks. Listens from now on. Raises UsageError."""
     asked = own.asked
     certified = checked(asked)
     address = _own_address(asked, own.console)
@@ -120,12 +120,12 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
     except OSError as error:
         place = link.joined(address, asked.master_port)
         if error.errno == errno.EADDRNOTAVAIL:
-            raise Mistake(
+            raise UsageError(
                 f"--master-addr {asked.master_addr} is no address of this machine, which is node 0: name its own"
             ) from None
         if error.errno == errno.EADDRINUSE:
-            raise Mistake(f"{place} is in use: choose another --master-port, on all nodes") from None
-        raise Mistake(f"can't listen at {place}, where the nodes meet: {error.strerror}") from None
+            raise UsageError(f"{place} is in use: choose another --master-port, on all nodes") from None
+        raise UsageError(f"can't listen at {place}, where the nodes meet: {error.strerror}") from None
     orders = Orders(epoch=0, relay_address=link.joined(address, relay), token=secrets.token_hex(16), store=store)
     meeting = Meeting(
         listening=listening,
@@ -138,13 +138,13 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
     )
     commands = [own.start(shard, orders, address, address) for shard in own.shards]
     left = [Path(path) for shard in own.shards for path in {shard.socket, shard.relay} if path]
-    group = Leader("the shards", commands, asked.max_restarts, left, meeting, RollCall(asked.nnodes, own.terms))
+    group = Leader("the shards", commands, asked.max_restarts, left, meeting, Membership(asked.nnodes, own.terms))
     others = range(len(own.shards), own.shards[0].ranks)
     return group, [*(shard.socket for shard in own.shards), *(f"file:{group.place(rank)}" for rank in others)]
 
 
 def follow(own: Node) -> int:
-    """Serves as a node other than 0. Returns the exit code. Raises Mistake."""
+    """Serves as a node other than 0. Returns the exit code. Raises UsageError."""
     asked = own.asked
     leader = NodeZero(
         address=asked.master_addr,
@@ -163,23 +163,23 @@ def follow(own: Node) -> int:
 
 
 def checked(asked: Options, address: str = "") -> Certificates | None:
-    """The TLS certificates by which processes of several machines trust each other. Raises Mistake if they are invalid, or if
+    """The TLS certificates by which processes of several machines trust each other. Raises UsageError if they are invalid, or if
     without them anybody could reach the ranks at `address` and the operator has not allowed that."""
     named = [path for path in (asked.tls_cert, asked.tls_key, asked.tls_ca) if path]
     if len(named) not in (0, 3):
-        raise Mistake("--tls-cert, --tls-key and --tls-ca belong together: name all three, or none")
+        raise UsageError("--tls-cert, --tls-key and --tls-ca belong together: name all three, or none")
     found = certificates.of(asked)
     if found is not None:
         try:
             found.check()
         except OSError as error:
             why = link.reason(error)
-            raise Mistake(
+            raise UsageError(
                 f"--tls-cert {asked.tls_cert} with --tls-key {asked.tls_key} would be refused by other nodes: {why}. It needs the "
                 f"name {certificates.NAME} (subjectAltName), --tls-ca as its authority, and use as client and as server"
             ) from None
     elif address and not asked.insecure_nodes and not link.is_loopback(address):
-        raise Mistake(
+        raise UsageError(
             f"ranks would obey anybody who reaches {address}: name certificates with --tls-cert, --tls-key and --tls-ca, or say "
             "--insecure-nodes where nobody else is in the network"
         )
@@ -187,7 +187,7 @@ def checked(asked: Options, address: str = "") -> Certificates | None:
 
 
 def _own_address(asked: Options, console: Console) -> str:
-    """Node 0's address. Its name may become known later than this process starts. Raises Mistake."""
+    """Node 0's address. Its name may become known later than this process starts. Raises UsageError."""
     deadline, announced = time.monotonic() + min(NAMES, asked.node_timeout), False
     while True:
         try:
@@ -195,13 +195,13 @@ def _own_address(asked: Options, console: Console) -> str:
             break
         except OSError:
             if time.monotonic() > deadline:
-                raise Mistake(f"--master-addr {asked.master_addr} has no address: is its name known here?") from None
+                raise UsageError(f"--master-addr {asked.master_addr} has no address: is its name known here?") from None
         if not announced:
-            console.say(f"the name {asked.master_addr} is not known yet")
+            console.info(f"the name {asked.master_addr} is not known yet")
             announced = True
         time.sleep(1)
     if link.is_loopback(address) and not link.is_loopback(asked.master_addr):
-        raise Mistake(
+        raise UsageError(
             f"--master-addr {asked.master_addr} is {address} here (/etc/hosts says so), where no other node comes: name an address "
             "at which the others reach this machine"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..proto import link
 from .command_line import stripped
-from .mistake import Mistake
+from .errors import UsageError
 from .options import SHARD, Options, check, flag
 
 Environment = Mapping[str, str]
@@ -29,21 +29,21 @@ class Found:
 
 def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
     """The options with `nnodes`, `node_rank`, `master_addr` and `master_port` decided, and, with several nodes, a line for the
-    operator that says where each was taken from. Raises Mistake."""
+    operator that says where each was taken from. Raises UsageError."""
     environment = stripped(environment)
     found = _torchrun(environment) or _slurm(environment) or _leader_worker_set(environment)
     nodes = asked.nnodes or (found.nodes[1] if found else 1)
     port = _free_of_agent(asked.master_port, environment)
     if nodes == 1:
         if asked.node_rank:
-            raise Mistake(f"--node-rank {asked.node_rank} of one node: say with --nnodes how many there are")
+            raise UsageError(f"--node-rank {asked.node_rank} of one node: say with --nnodes how many there are")
         return dataclasses.replace(asked, nnodes=1, node_rank=0, master_port=port), ""
     rank, rank_from = _rank(asked, environment, found)
     if rank >= nodes:
-        raise Mistake(f"{rank_from} says node {rank}, but nodes are counted from 0 and there are {nodes}")
+        raise UsageError(f"{rank_from} says node {rank}, but nodes are counted from 0 and there are {nodes}")
     address = asked.master_addr or (found.address[1] if found else "")
     if not address:
-        raise Mistake(f"--nnodes {nodes} needs --master-addr, the address of node 0, on each of them")
+        raise UsageError(f"--nnodes {nodes} needs --master-addr, the address of node 0, on each of them")
     port = port or (found.port[1] if found else SHARD.master_port)
     sources = [
         _source("nnodes", asked.nnodes, environment, found.nodes[0] if found else ""),
@@ -66,7 +66,7 @@ def _rank(asked: Options, environment: Environment, found: Found | None) -> tupl
     if environment.get("NODE_RANK"):
         return _number(environment, "NODE_RANK"), "NODE_RANK"
     if found is None:
-        raise Mistake(f"--nnodes {asked.nnodes} needs --node-rank, a number from 0 of its own on each of them")
+        raise UsageError(f"--nnodes {asked.nnodes} needs --node-rank, a number from 0 of its own on each of them")
     return found.node[1], found.node[0]
 
 
@@ -84,7 +84,9 @@ def _torchrun(environment: Environment) -> Found | None:
         return None
     here, nodes = _number(environment, "LOCAL_WORLD_SIZE"), _number(environment, "WORLD_SIZE")
     if nodes > here > 1:
-        raise Mistake(f"torchrun starts {here} processes on each node (LOCAL_WORLD_SIZE): say --nproc-per-node 1, and --num-shard")
+        raise UsageError(
+            f"torchrun starts {here} processes on each node (LOCAL_WORLD_SIZE): say --nproc-per-node 1, and --num-shard"
+        )
     port = _free_of_agent(_number(environment, "MASTER_PORT"), environment)
     return Found(
         ("WORLD_SIZE", max(1, nodes // max(1, here))),
@@ -113,7 +115,7 @@ def _slurm(environment: Environment) -> Found | None:
     count = _number(environment, nodes)
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS") or str(count)
     if count > 1 and tasks != str(count):
-        raise Mistake(f"Slurm starts {tasks} tasks on {count} nodes: say srun --ntasks-per-node=1, and --num-shard")
+        raise UsageError(f"Slurm starts {tasks} tasks on {count} nodes: say srun --ntasks-per-node=1, and --num-shard")
     return Found(
         (nodes, count),
         ("SLURM_NODEID", _number(environment, "SLURM_NODEID")),
@@ -143,5 +145,7 @@ def _leader_worker_set(environment: Environment) -> Found | None:
 def _number(environment: Environment, name: str) -> int:
     text = environment[name]
     if not text.isascii() or not text.isdigit():
-        raise Mistake(f"{name}={text}: a whole number is needed; --nnodes, --node-rank and --master-addr do without such variables")
+        raise UsageError(
+            f"{name}={text}: a whole number is needed; --nnodes, --node-rank and --master-addr do without such variables"
+        )
     return int(text)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..proto.process import available_memory
-from .mistake import Mistake
+from .errors import UsageError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICES = Path("/dev")  # GPUs that a container was given are here, those of its host in /proc
@@ -133,12 +133,12 @@ def _shown(gpus: Sequence[_Gpu], names: str | None) -> list[_Gpu]:
 
 def _ask(*arguments: str) -> list[str]:
     """The lines that nvidia-smi prints, its complaints included: of one GPU that is lost, beside the rows of others, it says so and
-    fails. Raises Mistake if it hangs."""
+    fails. Raises UsageError if it hangs."""
     command = ["nvidia-smi", *arguments]
     try:
         answer = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        raise Mistake(
+        raise UsageError(
             f"nvidia-smi has not answered for {PATIENCE} s: restart the GPU's driver, or do without GPUs: CUDA_VISIBLE_DEVICES=-1"
         ) from None
     return answer.stdout.splitlines()

@@ -155,10 +155,10 @@ def place(text: str) -> str:
 
 def file(text: str) -> str:
     """An existing file, as an absolute path, whatever the working directory of a child."""
-    found = expanded(text).resolve()
-    if not found.is_file():
+    found = expanded(text)
+    if not found.is_file():  # before it is resolved, which raises for links in a circle
         raise ValueError("there is no such file")
-    return str(found)
+    return str(found.resolve())
 
 
 def origins(text: str) -> str:

@@ -13,7 +13,7 @@ from ..proto.speculation import parse as parse_speculation
 from ..router.config import REASONING_PARSERS, TOOL_CALL_PARSERS, USUAL_BATCH, RouterConfig, addresses_of, most_sequences
 from ..shard.config import ShardConfig
 from . import option_types
-from .mistake import Mistake
+from .errors import UsageError
 
 ROUTER = RouterConfig(folder="", model="")  # the defaults of the two configurations are the flags' defaults
 SHARD = ShardConfig(folder="", model="")
@@ -543,65 +543,67 @@ def flag(name: str) -> str:
 
 
 def check(options: Options) -> Options:
-    """Returns the options unchanged. Raises Mistake where two of them contradict each other."""
+    """Returns the options unchanged. Raises UsageError where two of them contradict each other."""
     if options.max_total_tokens and options.max_input_tokens >= options.max_total_tokens:
-        raise Mistake(
+        raise UsageError(
             f"--max-input-tokens {options.max_input_tokens} must be below --max-total-tokens {options.max_total_tokens}: "
             "an answer has at least one token"
         )
     if options.payload_limit > options.payload_limit_total:
-        raise Mistake(
+        raise UsageError(
             f"--payload-limit {options.payload_limit} is more than all bodies together may have: raise --payload-limit-total "
             f"{options.payload_limit_total}, or a body of that size is told to come again for ever"
         )
     by_tokens = dataclasses.replace(options, kv_pages=0).pool_pages
     if options.kv_pages and by_tokens and options.kv_pages != by_tokens:
-        raise Mistake(
+        raise UsageError(
             f"--kv-pages {options.kv_pages} of {options.page_size} tokens and --max-batch-total-tokens "
             f"{options.max_batch_total_tokens} both say how large the pool is: set one of them"
         )
     if options.kv_offload_gib and options.prefix_caching == "off":
-        raise Mistake("--kv-offload-gib keeps what --prefix-caching off forgets: set one of them")
+        raise UsageError("--kv-offload-gib keeps what --prefix-caching off forgets: set one of them")
     if options.itl_target and options.prefill_policy == "pause":
-        raise Mistake("--itl-target is for --prefill-policy mixed: under pause, streams wait for whole prompts")
+        raise UsageError("--itl-target is for --prefill-policy mixed: under pause, streams wait for whole prompts")
     if options.max_batch_size and options.max_batch_size < options.max_best_of and options.max_best_of != ROUTER.max_best_of:
-        raise Mistake(
+        raise UsageError(
             f"--max-best-of {options.max_best_of} answers could not run at once: raise --max-batch-size {options.max_batch_size}"
         )
     if options.batch_invariant and not options.speculation.chain:
-        raise Mistake("--batch-invariant needs a chain of drafts: --speculate with a draft model's tokens=K, or ngram=K")
+        raise UsageError("--batch-invariant needs a chain of drafts: --speculate with a draft model's tokens=K, or ngram=K")
     if options.batch_invariant and options.threads > 1:
-        raise Mistake("--batch-invariant has one thread for each rank, lest sums be divided: leave --threads out, take --num-shard")
+        raise UsageError(
+            "--batch-invariant has one thread for each rank, lest sums be divided: leave --threads out, take --num-shard"
+        )
     if options.batch_invariant and options.speculation.verify != RULES[0]:
-        raise Mistake(f"--batch-invariant and --speculate verify={options.speculation.verify}: take verify={RULES[0]}")
+        raise UsageError(f"--batch-invariant and --speculate verify={options.speculation.verify}: take verify={RULES[0]}")
     if options.num_beams > options.max_num_beams:
-        raise Mistake(
+        raise UsageError(
             f"--num-beams {options.num_beams} is more than --max-num-beams {options.max_num_beams}: lower it, or raise the other"
         )
     beams = options.max_num_beams if options.max_num_beams != ROUTER.max_num_beams else options.num_beams
     if beams > options.sequences:
-        raise Mistake(f"{beams} beams of a request could not run at once: raise --max-batch-size to {beams}")
+        raise UsageError(f"{beams} beams of a request could not run at once: raise --max-batch-size to {beams}")
     _check_replicas(options)
     if options.sharded is False and options.num_shard > 1:
-        raise Mistake(f"--sharded false and --num-shard {options.num_shard} contradict each other: leave one out")
+        raise UsageError(f"--sharded false and --num-shard {options.num_shard} contradict each other: leave one out")
     if options.sharded and options.num_shard == 1:
-        raise Mistake("--sharded true and --num-shard 1 contradict each other: leave one out")
+        raise UsageError("--sharded true and --num-shard 1 contradict each other: leave one out")
     return options
 
 
 def _check_replicas(options: Options) -> None:
-    """Raises Mistake where it is unclear who starts which rank groups, or who reaches them."""
+    """Raises UsageError where it is unclear who starts which rank groups, or who reaches them."""
     if options.replicas == 0 and not options.replica:
-        raise Mistake("--replicas 0 leaves nobody to compute: name a rank group that runs with --replica ADDRESS")
+        raise UsageError("--replicas 0 leaves nobody to compute: name a rank group that runs with --replica ADDRESS")
     if options.nnodes > 1 and options.local_replicas != 1:
-        raise Mistake(
+        raise UsageError(
             f"--replicas {options.local_replicas} of --nnodes {options.nnodes}: a rank group of several nodes is one replica"
         )
     if options.no_router and options.replica:
-        raise Mistake("--no-router and --replica contradict each other: whoever has a router names its replicas")
+        raise UsageError("--no-router and --replica contradict each other: whoever has a router names its replicas")
     if options.no_router and bool(options.shard_listen) == bool(options.shard_uds_path):
-        raise Mistake("--no-router needs --shard-uds-path PREFIX or --shard-listen HOST:PORT, where a router finds the shards")
+        raise UsageError("--no-router needs --shard-uds-path PREFIX or --shard-listen HOST:PORT, where a router finds the shards")
     if options.shard_listen and not options.no_router:
-        raise Mistake("--shard-listen is for --no-router: a router of this machine reaches its shards by sockets")
+        raise UsageError("--shard-listen is for --no-router: a router of this machine reaches its shards by sockets")
     if options.no_router and options.nnodes > 1:
-        raise Mistake("--no-router and --nnodes contradict each other: the router of several nodes is on node 0")
+        raise UsageError("--no-router and --nnodes contradict each other: the router of several nodes is on node 0")

@@ -15,8 +15,8 @@ from . import machine, replicas, vision
 from .adapters import Adapter
 from .checkpoint import ITEM_BYTES as STORED
 from .checkpoint import Checkpoint
+from .errors import UsageError
 from .machine import Machine
-from .mistake import Mistake
 from .options import SHARD, Options
 from .vision import Vision
 
@@ -47,7 +47,7 @@ class Plan:
     weight_bytes: int
     adapter_bytes: int
     vision: Vision = field(default_factory=Vision)
-    sight_bytes: int = 0  # weights of the image encoder, which are not in `weight_bytes`
+    encoder_bytes: int = 0  # weights of the image encoder, which are not in `weight_bytes`
     token_bytes: int  # KV cache of one token
     state_bytes: int = 0  # recurrent states of all sequences that run at once
     draft: DraftShape | None = None  # the draft model, which is whole on rank 0
@@ -77,14 +77,14 @@ def make(options: Options, model: Checkpoint, draft: Checkpoint | None = None, c
     """The plan for `model` on this machine; see `divide`."""
     here = replicas.share(options, machine.inspect())
     if options.kv_offload_gib * GIB > here.memory:
-        raise Mistake(f"--kv-offload-gib {options.kv_offload_gib:g}: of this machine's memory {size(here.memory)} can be taken")
+        raise UsageError(f"--kv-offload-gib {options.kv_offload_gib:g}: of this machine's memory {size(here.memory)} can be taken")
     return divide(options, model, here, draft, changes)
 
 
 def divide(
     options: Options, model: Checkpoint, machine: Machine, draft: Checkpoint | None = None, changes: Sequence[Adapter] = ()
 ) -> Plan:
-    """The plan for `model` on `machine`, with a draft model and LoRA adapters if there are any. Raises Mistake."""
+    """The plan for `model` on `machine`, with a draft model and LoRA adapters if there are any. Raises UsageError."""
     seen = vision.resolve(options, model)
     device = _device(options, machine)
     ranks = _ranks(options, device, machine)
@@ -132,7 +132,7 @@ def divide(
         weight_bytes=weights,
         adapter_bytes=adapted,
         vision=seen,
-        sight_bytes=encoder,
+        encoder_bytes=encoder,
         token_bytes=token,
         state_bytes=states,
         draft=small,
@@ -149,23 +149,23 @@ def divide(
 
 
 def _form(options: Options, model: Checkpoint, ranks: int) -> Shape:
-    """The model's shape as it is to be served. Raises Mistake if the options ask for more than it has."""
+    """The model's shape as it is to be served. Raises UsageError if the options ask for more than it has."""
     try:
         form = shape(model.config).within(options.max_total_tokens).quantized(options.quantize)
         form.check_ranks(ranks)
         form.check_pages(options.page_size)
         form.check_cache(options.kv_cache_dtype, options.kv_offload_gib > 0)
     except ValueError as error:
-        raise Mistake(f"{model.folder}: {error}") from None
+        raise UsageError(f"{model.folder}: {error}") from None
     if options.max_total_tokens > form.max_positions:
-        raise Mistake(f"--max-total-tokens {options.max_total_tokens} is more than the model's {form.max_positions} positions")
+        raise UsageError(f"--max-total-tokens {options.max_total_tokens} is more than the model's {form.max_positions} positions")
     if options.max_input_tokens >= form.max_positions:
         given, most = options.max_input_tokens, form.max_positions
-        raise Mistake(f"--max-input-tokens {given} leaves no room for an answer within the model's {most} positions")
+        raise UsageError(f"--max-input-tokens {given} leaves no room for an answer within the model's {most} positions")
     return form
 
 
-def _refusal(options: Options, total: int, left: int, fixed: int, page: int, remedy: str) -> Mistake:
+def _refusal(options: Options, total: int, left: int, fixed: int, page: int, remedy: str) -> UsageError:
     """The error that a rank's memory, `left`, is too little for `fixed` and pages. remedy: used unless the default memory fraction
     is enough."""
     asked = f"{options.pool_pages} pages" if options.pool_pages else "one page"
@@ -173,7 +173,7 @@ def _refusal(options: Options, total: int, left: int, fixed: int, page: int, rem
     allowed = f"{size(max(0, left))} may be used ({100 * options.cuda_memory_fraction:.4g}% of {size(total)})"
     more = int(total * SHARD.memory_fraction) - int(total * options.cuda_memory_fraction)
     remedy = "raise --cuda-memory-fraction" if fixed + pool <= left + more else remedy
-    return Mistake(f"weights take {size(fixed)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
+    return UsageError(f"weights take {size(fixed)} and {asked} {size(pool)} per rank, but {allowed}: {remedy}")
 
 
 def _threads(options: Options, device: str, parameters: int, cores: int) -> int:
@@ -197,7 +197,7 @@ def _graphs(options: Options, form: Shape, draft: DraftShape | None) -> int:
 def _device(options: Options, machine: Machine) -> str:
     if options.device == "cuda" and not machine.gpu_memory:
         none = "nvidia-smi shows no GPU here (or CUDA_VISIBLE_DEVICES hides it), and the kernel none of AMD's"
-        raise Mistake(f"--device cuda, but {machine.obstacle or none}; or use --device cpu")
+        raise UsageError(f"--device cuda, but {machine.obstacle or none}; or use --device cpu")
     if options.device != "auto":
         return options.device
     return "cuda" if machine.gpu_memory else "cpu"
@@ -207,15 +207,15 @@ def _ranks(options: Options, device: str, machine: Machine) -> int:
     gpus = len(machine.gpu_memory)
     if options.sharded and (gpus < 2 if device == "cuda" else not options.num_shard):
         found = f"{gpus} GPU{'' if gpus == 1 else 's'} here" if device == "cuda" else "a CPU"
-        raise Mistake(f"--sharded true needs at least 2 GPUs, and there is {found}: say how many ranks with --num-shard")
+        raise UsageError(f"--sharded true needs at least 2 GPUs, and there is {found}: say how many ranks with --num-shard")
     nodes = max(1, options.nnodes)
     all_gpus = bool(options.sharded) or (nodes > 1 and device == "cuda")
     ranks = options.num_shard or nodes * (gpus if all_gpus else 1)
     if ranks % nodes:
-        raise Mistake(f"--num-shard {ranks} counts the ranks of all nodes, which share them evenly: --nnodes is {nodes}")
+        raise UsageError(f"--num-shard {ranks} counts the ranks of all nodes, which share them evenly: --nnodes is {nodes}")
     if device == "cuda" and ranks // nodes > gpus:
         here = f", {ranks // nodes} of them on this node" if nodes > 1 else ""
-        raise Mistake(f"--num-shard {ranks}{here}, but there are {gpus} GPUs: at most one rank per GPU")
+        raise UsageError(f"--num-shard {ranks}{here}, but there are {gpus} GPUs: at most one rank per GPU")
     return ranks
 
 
@@ -291,10 +291,10 @@ def _vision(plan: Plan) -> list[tuple[str, str]]:
     """The row of the image encoder."""
     if not plan.vision.images:
         return [("  images", f"none: {plan.vision.why}")] if plan.vision.why else []
-    if not plan.sight_bytes:
+    if not plan.encoder_bytes:
         found = f"{'?':>10}  for what encodes them, which only weights tell: leave room for that"
     else:
-        found = f"{size(plan.sight_bytes):>10}  for what encodes them"
+        found = f"{size(plan.encoder_bytes):>10}  for what encodes them"
     return [("  images", f"{found}, up to {plan.vision.images} of a request (--max-images)")]
 
 

@@ -44,7 +44,8 @@ class Child:
         if code >= 0:
             how = f"ended with exit code {code}"
         else:
-            how = f"was killed by {signal.Signals(-code).name}"
+            known = -code in set(signal.Signals)  # real-time signals have no names
+            how = f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
             if code == -signal.SIGKILL:
                 how += " (the kernel does that when memory runs out: see dmesg)"
         return "\n".join(

@@ -6,8 +6,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import UsageError
 from .machine import Machine
-from .mistake import Mistake
 from .nvidia import VISIBLE
 from .options import Options
 
@@ -53,13 +53,13 @@ class Place:
 
 
 def share(options: Options, machine: Machine) -> Machine:
-    """The machine's resources for each rank group. Raises Mistake."""
+    """The machine's resources for each rank group. Raises UsageError."""
     parts, gpus = options.local_replicas, len(machine.gpu_memory)
     if parts < 2:
         return machine
     ranks = options.num_shard or (max(2, gpus // parts) if options.sharded else 1)
     if gpus and options.device != "cpu" and parts * ranks > gpus:
-        raise Mistake(
+        raise UsageError(
             f"--replicas {parts} of {ranks} rank{'' if ranks == 1 else 's'} each need {parts * ranks} GPUs, and there are {gpus}: "
             "lower one of them"
         )
@@ -107,7 +107,9 @@ def _listening(options: Options, count: int) -> list[str]:
         return []
     host, _, port = options.shard_listen.rpartition(":")
     if int(port) + count > LAST_PORT + 1:
-        raise Mistake(f"--shard-listen {options.shard_listen} is the first of {count} ports, and there are none above {LAST_PORT}")
+        raise UsageError(
+            f"--shard-listen {options.shard_listen} is the first of {count} ports, and there are none above {LAST_PORT}"
+        )
     return [f"{host}:{int(port) + number}" for number in range(count)]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from .mistake import Mistake
+from .errors import UsageError
 
 PREFIX = "penstock-"
 LOCK = "lock"
@@ -41,11 +41,11 @@ def private() -> Iterator[Path]:
 
 @contextmanager
 def writing(what: str, remedy: str = "name another folder with TMPDIR") -> Iterator[None]:
-    """Inside the context, failing to write to a folder is a Mistake."""
+    """Inside the context, failing to write to a folder is a UsageError."""
     try:
         yield
     except OSError as error:
-        raise Mistake(f"{what} can't be written to ({error.strerror}): free space or rights there, or {remedy}") from None
+        raise UsageError(f"{what} can't be written to ({error.strerror}): free space or rights there, or {remedy}") from None
 
 
 def _sweep(home: Path) -> None:
@@ -65,14 +65,14 @@ def _sweep(home: Path) -> None:
 
 @contextmanager
 def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
-    """Paths `prefix`-name to listen on, with leftovers removed; they are removed afterwards. Raises Mistake while another server
+    """Paths `prefix`-name to listen on, with leftovers removed; they are removed afterwards. Raises UsageError while another server
     has them."""
     paths = [Path(f"{prefix}-{name}").absolute() for name in names]
     if not paths[0].parent.is_dir():
-        raise Mistake(f"--shard-uds-path {prefix}: there is no folder {paths[0].parent}")
+        raise UsageError(f"--shard-uds-path {prefix}: there is no folder {paths[0].parent}")
     longest = max(paths, key=lambda path: len(os.fsencode(path)))
     if len(os.fsencode(longest)) > LONGEST_SOCKET:
-        raise Mistake(f"--shard-uds-path: {longest} is longer than the {LONGEST_SOCKET} bytes that a socket's path may have")
+        raise UsageError(f"--shard-uds-path: {longest} is longer than the {LONGEST_SOCKET} bytes that a socket's path may have")
     lock = Path(f"{prefix}-{LOCK}").absolute()
     with writing(f"--shard-uds-path {prefix}", "choose another prefix"):
         file = lock.open("w")
@@ -80,7 +80,7 @@ def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Mistake(f"--shard-uds-path {prefix} is in use by another server: choose another prefix") from None
+            raise UsageError(f"--shard-uds-path {prefix} is in use by another server: choose another prefix") from None
         for path in paths:
             _clear(path)
         try:
@@ -91,15 +91,15 @@ def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
 
 
 def _clear(path: Path) -> None:
-    """Removes a socket that nobody listens on. Raises Mistake for anything else in the way."""
+    """Removes a socket that nobody listens on. Raises UsageError for anything else in the way."""
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise Mistake(f"--shard-uds-path: {path} exists and is no socket: choose another prefix")
+        raise UsageError(f"--shard-uds-path: {path} exists and is no socket: choose another prefix")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
-    raise Mistake(f"--shard-uds-path: a live process listens on {path}: stop it, or choose another prefix")
+    raise UsageError(f"--shard-uds-path: a live process listens on {path}: stop it, or choose another prefix")

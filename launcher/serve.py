@@ -1,6 +1,7 @@
 """`penstock serve`: options -> model folder -> plan -> settings -> supervised router and shards."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from . import (
     vision,
 )
 from .console import Console
-from .mistake import Mistake
+from .errors import UsageError
 from .options import Options
 from .parts import Command, Part
 from .plan import Plan
@@ -38,16 +39,18 @@ from .supervisor import Supervisor
 
 
 def run(asked: Options, environment: Mapping[str, str]) -> int:
-    """Runs a server until it ends, and returns the exit code. Raises Mistake for what cannot work, before anything has started."""
+    """Runs a server until it ends, and returns the exit code. Raises UsageError for what cannot work, before anything starts."""
     began = time.monotonic()
     if asked.cluster:
-        raise Mistake(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
+        raise UsageError(f"--cluster {asked.cluster} is for penstock plan: serve runs on this machine")
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # which the first process of a container would not get at all
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # until the supervisor has a handler
     machine.take_files()
     os.umask(os.umask(0o077) & 0o077)  # takes rights from others only: what the server writes, its own processes read
     console = Console(asked.json_output)
     asked, node = nodes.settle(asked, environment)
     if node:
-        console.say(node)
+        console.info(node)
     multi_node.checked(asked, asked.master_addr if node else asked.shard_listen.rpartition(":")[0])
     if not asked.node_rank and not asked.no_router:
         machine.check_port(asked.hostname, asked.port)
@@ -55,7 +58,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     name, folder = hub.locate(asked.model_id, asked.revision, asked.huggingface_hub_cache, not asked.json_output, weights)
     meant, folder = drafts.with_base_model(asked, folder, weights)
     if meant is not asked:
-        console.say(f"{name} only drafts for {meant.model_id}, which is served with --speculate {meant.speculate}")
+        console.info(f"{name} only drafts for {meant.model_id}, which is served with --speculate {meant.speculate}")
     asked = meant
     if not asked.local_replicas:
         return _route(asked, name, folder, environment, console, began)
@@ -94,28 +97,30 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
 def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Speculation, console: Console) -> None:
     """Logs what will run, and what the operator may not expect of it. text: the folder of the tokenizer."""
     of = f"{asked.local_replicas} replicas of {planned.ranks}" if asked.local_replicas > 1 else planned.ranks
-    console.say(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
+    console.info(f"{name} on {planned.device}, {planned.dtype}, ranks: {of}, threads of each: {planned.threads}")
     if planned.unused:
-        console.say(f"a GPU is here that is not used: {planned.unused}")
+        console.info(f"a GPU is here that is not used: {planned.unused}")
     folder = planned.checkpoint.folder
     if text != folder:
-        console.say(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
+        console.info(f"{folder} has no tokenizer.json: the embedded demo model's tokenizer stands in")
     if planned.vision.why:
-        console.say(f"text alone is served: {planned.vision.why}")
+        console.info(f"text alone is served: {planned.vision.why}")
     if speculation.most and speculation.verify in LOSSY:
-        console.say(f"--speculate verify={speculation.verify} is lossy: answers differ from those without speculation")
+        console.info(f"--speculate verify={speculation.verify} is lossy: answers differ from those without speculation")
     idle = [options.flag(option) for option in options.PAUSING if getattr(asked, option) is not None]
     if idle and asked.prefill_policy != "pause":
-        console.say(f"no effect without --prefill-policy pause: {', '.join(idle)}")
+        console.info(f"no effect without --prefill-policy pause: {', '.join(idle)}")
 
 
 def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, str], console: Console, began: float) -> int:
     """Serves with a router alone, in front of rank groups that somebody else has started."""
     if not checkpoint.has_tokenizer(folder):
-        raise Mistake(f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves")
+        raise UsageError(
+            f"{folder} has no tokenizer.json, which the router needs: name the folder of the model that --replica serves"
+        )
     banner.warn(asked, environment, console)
     if idle := [options.flag(name) for name in options.SHARDS if getattr(asked, name) != options.FIELDS[name].default]:
-        console.say(f"no effect on shards that somebody else starts: {', '.join(idle)}")
+        console.info(f"no effect on shards that somebody else starts: {', '.join(idle)}")
     images = vision.of(asked, folder)
     with rundir.private() as private:
         given = children.environment(environment, 1)
@@ -155,17 +160,17 @@ def _supervisor(
     began: float,
 ) -> Supervisor:
     """The supervisor of these rank groups, with their addresses, and of a router in front of them unless --no-router is given."""
-    complaints = private / "complaints"
+    hang_reports = private / "hang_reports"
     file = private / "router.json"
     with rundir.writing(str(private)):
-        os.mkfifo(complaints)
+        os.mkfifo(hang_reports)
         # The router's settings may hold the API key, which `ps` would show.
         every = [*addresses, *asked.remote_replicas]
-        file.write_text(settings.dump(children.router_config(asked, name, text, every, images, str(complaints))))
+        file.write_text(settings.dump(children.router_config(asked, name, text, every, images, str(hang_reports))))
 
     def ready() -> None:
         seconds = time.monotonic() - began
-        console.say(banner.shards(addresses) if asked.no_router else banner.banner(asked, name, text, seconds))
+        console.info(banner.shards(addresses) if asked.no_router else banner.banner(asked, name, text, seconds))
 
     return Supervisor(
         router=None if asked.no_router else Command("router", children.command("penstock.router", f"@{file}")),
@@ -176,19 +181,19 @@ def _supervisor(
         ready=ready,
         grace=asked.graceful_termination_timeout,
         max_restarts=asked.max_restarts,
-        complaints=complaints,
+        hang_reports=hang_reports,
     )
 
 
 def text_folder(planned: Plan) -> Path:
-    """The folder of tokenizer and chat template for the router: with random weights, the demo model's stand in. Raises Mistake."""
+    """The folder of tokenizer and chat template for the router: with random weights, the demo model's. Raises UsageError."""
     folder = planned.checkpoint.folder
     if checkpoint.has_tokenizer(folder):
         return folder
     _, demo = hub.locate("")
     needed, there = shape(checkpoint.read(demo, "dummy").config).vocabulary, planned.shape.vocabulary
     if there < needed:
-        raise Mistake(
+        raise UsageError(
             f"{folder} has no tokenizer.json, and its vocab_size {there} is below the {needed} tokens of the embedded tokenizer "
             "that would stand in: raise it, or put a tokenizer.json there"
         )

@@ -4,7 +4,7 @@ The router and each rank group (a replica) are parts: each dies and is restarted
 that dies before the server was first ready, or too often, or by the operator's fault, ends the server; of several replicas the last
 one.
 
-The main thread makes all decisions and starts all processes; other threads only put events into its queue (`watching.py`).
+The main thread makes all decisions and starts all processes; other threads only put events into its queue (`event_sources.py`).
 """
 
 import queue
@@ -16,11 +16,10 @@ from pathlib import Path
 
 from . import processes
 from .console import Console
-from .mistake import Mistake
+from .event_sources import ECHO, HEALTH, READY, signals, watch_hang_reports, watch_health, watch_signals
 from .parts import GRACE, Command, Event, Failed, Hung, Outcome, Part, Ready, RemoteEvent, Signal, Stage, StartNow, StopRequested
 from .processes import Child
 from .restarts import WINDOW
-from .watching import ECHO, HEALTH, READY, signals, watch_complaints, watch_health, watch_signals
 
 NOTICE = 0.3  # seconds within which the router notices that its shards are gone, and stops reporting that it is ready
 
@@ -39,7 +38,7 @@ class Supervisor:
         ready: Callable[[], None],  # called once, when /health first answers 200
         grace: float,  # seconds that running streams get after a signal
         max_restarts: int = 0,  # of the router, within `restarts.WINDOW`
-        complaints: Path | None = None,  # a named pipe by which the router reports hung shards
+        hang_reports: Path | None = None,  # a named pipe by which the router reports hung shards
     ) -> None:
         self._router = Part("the router", [router], max_restarts) if router is not None else None
         self._groups = groups
@@ -50,7 +49,7 @@ class Supervisor:
         self._health = health
         self._ready = ready
         self._grace = grace
-        self._complaints = complaints
+        self._hang_reports = hang_reports
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._gone: set[Child] = set()
         self._asked = -ECHO  # when the operator asked to stop
@@ -66,8 +65,8 @@ class Supervisor:
                     part.start(self._environment)
                 # Threads from here on: a process with one thread forks most safely.
                 threading.Thread(target=watch_signals, args=(inbox, self._events.put), daemon=True).start()
-                if self._complaints is not None:
-                    threading.Thread(target=watch_complaints, args=(self._complaints, self._events.put), daemon=True).start()
+                if self._hang_reports is not None:
+                    threading.Thread(target=watch_hang_reports, args=(self._hang_reports, self._events.put), daemon=True).start()
                 for part in self._parts:
                     self._follow(part)
                     part.attend(self._events.put)
@@ -86,18 +85,20 @@ class Supervisor:
         code = None
         while code is None:
             match self._next():
+                case Part() as due:
+                    code = self._restart(due)
                 case Stage(text):
-                    self._console.say(text)
+                    self._console.info(text)
                 case Ready(part, attempt) if attempt == part.attempt:
                     self._came_up(part)
                 case Signal(number):
                     self._asked = time.monotonic()
-                    self._console.say(f"{signal.Signals(number).name}: {self._promise}; once more stops at once")
+                    self._console.info(f"{signal.Signals(number).name}: {self._promise}; once more stops at once")
                     code = self._stop(self._grace)
                 case Hung(replica, since, text):
                     group = self._groups.get(replica)
                     if group is not None and group.children and since >= group.started:
-                        self._console.complain(f"the router has lost {group.name}: {text}")
+                        self._console.error(f"the router has lost {group.name}: {text}")
                         code = self._died(group, 1)
                 case RemoteEvent(part, what):
                     code = self._heed(part, part.hear(what))
@@ -108,16 +109,16 @@ class Supervisor:
                         code = self._fell(own, child)
         return code
 
-    def _next(self) -> Event:
-        """The next event. While waiting for it, parts are restarted when they are due."""
-        while True:
-            due = min((part.due for part in self._parts if part.due is not None), default=None)
-            try:
-                return self._events.get(timeout=None if due is None else max(0.0, due - time.monotonic()))
-            except queue.Empty:
-                for part in self._parts:
-                    if part.due is not None and part.due <= time.monotonic():
-                        self._restart(part)
+    def _next(self) -> Event | Part:
+        """The next event, or a part that is due to be restarted before one comes."""
+        parts: dict[float, Part] = {part.due: part for part in self._parts if part.due is not None}
+        if not parts:
+            return self._events.get()
+        due = min(parts)
+        try:
+            return self._events.get(timeout=max(0.0, due - time.monotonic()))
+        except queue.Empty:
+            return parts[due]
 
     def _begin(self) -> None:
         """The server is ready for the first time."""
@@ -132,23 +133,23 @@ class Supervisor:
         part.restarts.ready()
         if part.lost:
             which = f"{part.name} is " if len(self._groups) > 1 else ""
-            self._console.say(f"{which}ready again after {time.monotonic() - part.lost:.1f} s")
+            self._console.info(f"{which}ready again after {time.monotonic() - part.lost:.1f} s")
         part.lost = 0.0
 
     def _heed(self, part: Part, outcome: Outcome) -> int | None:
         """Handles what a part concluded from another machine's message. Returns an exit code if the server ends."""
         match outcome:
             case Failed(text, exit_code, in_vain):
-                self._console.complain(text)
+                self._console.error(text)
                 if not in_vain:
                     return self._died(part, exit_code)
                 self._stop(0)
                 return exit_code
             case StartNow() if not part.children and part.due is None:
-                self._restart(part)
+                return self._restart(part)
             case StopRequested(text):
                 self._asked = time.monotonic()
-                self._console.say(f"{text}: {self._promise}; a signal here stops at once")
+                self._console.info(f"{text}: {self._promise}; a signal here stops at once")
                 return self._stop(self._grace)
         return None
 
@@ -156,10 +157,10 @@ class Supervisor:
         """Handles the unexpected end of one of a part's processes. If it was starting, its verdict is printed last, below what
         others log while they are stopped."""
         if self._served:
-            self._console.complain(child.verdict())
+            self._console.error(child.verdict())
         code = self._died(part, child.process.returncode)
         if not self._served:
-            self._console.complain(child.verdict())
+            self._console.error(child.verdict())
         return code
 
     def _died(self, part: Part, exit_code: int) -> int | None:
@@ -172,10 +173,10 @@ class Supervisor:
         if delay is None:
             return self._give_up(part, exit_code)
         if not part.kill():
-            self._console.complain(f"{part.name} can't be killed: the server ends")
+            self._console.error(f"{part.name} can't be killed: the server ends")
             return 1
         part.due = now + delay
-        self._console.say(
+        self._console.info(
             f"starting {part.name} again {f'in {delay:g} s' if delay else 'now'}: restart {part.restarts.count} of at most "
             f"{part.limit} within {WINDOW / 60:g} minutes"
         )
@@ -189,7 +190,7 @@ class Supervisor:
             why = f"died more than {part.limit} times within {WINDOW / 60:g} minutes (--max-restarts)"
             ends = "the other replicas go on" if spared else "the server ends"
             if exit_code != 2:
-                self._console.complain(f"{part.name} {why}: {ends}")
+                self._console.error(f"{part.name} {why}: {ends}")
         # Ranks waiting for a lost one may do so for long, and so would the router's streams, which are to get an error.
         gone = self._served and part is not self._router and part.kill()
         if spared and gone:
@@ -197,23 +198,20 @@ class Supervisor:
         self._stop(0)
         return 2 if exit_code == 2 else 1
 
-    def _restart(self, part: Part) -> None:
+    def _restart(self, part: Part) -> int | None:
+        """Starts a part again. Returns an exit code if the server ends, since that has failed too often."""
         try:
             part.start(self._environment)
         except OSError as error:  # no memory, too many processes
-            self._console.complain(f"{part.name} can't be started: {error}")
-            part.kill()
-            delay = part.restarts.died(time.monotonic())
-            if delay is None:
-                raise Mistake(f"{part.name} can't be started again: {error}") from None
-            part.due = time.monotonic() + delay
-            return
+            self._console.error(f"{part.name} can't be started: {error}")
+            return self._died(part, 1)
         self._follow(part)
         if part is self._router:
             self._watch(part, READY, NOTICE)
         elif self._router is not None and self._served:  # otherwise it is still watched from its start
             [name] = [name for name, group in self._groups.items() if group is part]
             self._watch(part, f"{READY}?replica={name}", NOTICE)
+        return None
 
     def _follow(self, part: Part) -> None:
         for child in part.children:
@@ -262,17 +260,17 @@ class Supervisor:
                 event = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 late = ", ".join(child.name for child in children if child not in self._gone)
-                self._console.complain(f"{late} did not stop within {seconds:g} s: killed")
+                self._console.error(f"{late} did not stop within {seconds:g} s: killed")
                 return False
             if isinstance(event, Signal) and time.monotonic() > self._asked + ECHO:
-                self._console.complain("stopped at once: running streams are cut off")
+                self._console.error("stopped at once: running streams are cut off")
                 return False
             if isinstance(event, Child):
                 self._gone.add(event)
                 if event not in children:
                     self._lost_meanwhile(event)
             if isinstance(event, RemoteEvent) and isinstance(lost := event.part.hear(event.what), Failed):
-                self._console.complain(lost.text)
+                self._console.error(lost.text)
                 event.part.kill()  # then the router ends its streams with an error
         return True
 
@@ -282,5 +280,5 @@ class Supervisor:
         part = next((part for part in self._parts if child in part.children), None)
         # else we have killed it, or the server ends because of a failure that was reported
         if part is not None and self._asked > 0:
-            self._console.complain(child.verdict())
+            self._console.error(child.verdict())
             part.kill()

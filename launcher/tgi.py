@@ -6,6 +6,7 @@ form.
 """
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import re
@@ -14,9 +15,9 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import cli, command_line, machine, option_types, options, streams
+from . import cli, command_line, machine, option_types, options, standard_streams
 from .console import Console
-from .mistake import Mistake
+from .errors import UsageError
 from .options import flag
 from .tgi_flags import IGNORED, REFUSED
 
@@ -62,30 +63,32 @@ class Translation:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit code: 2 for errors that the operator can correct."""
-    streams.complete()
+    standard_streams.repair()
     given = sys.argv[1:] if arguments is None else list(arguments)
+    tell = functools.partial(cli.report_error, program=PROGRAM, wrapped=cli.in_json(given, os.environ))
+    return cli.exit_code(lambda: _run(given), tell)
+
+
+def _run(given: Sequence[str]) -> int:
     if {"-h", "--help"}.intersection(given):
         _parser(everything=True).print_help()
         return 0
     if {"-V", "--version"}.intersection(given):
         print(f"{PROGRAM} of penstock {importlib.metadata.version('penstock')}")
         return 0
-    try:
-        return _serve(translate(given, os.environ), os.environ)
-    except Mistake as mistake:
-        return cli.complain(str(mistake), 2, PROGRAM, wrapped=cli.in_json(given, os.environ))
+    return _serve(translate(given, os.environ), os.environ)
 
 
 def _serve(translation: Translation, environment: MutableMapping[str, str]) -> int:
     environment.update(translation.environment)
     console = Console(cli.in_json(translation.arguments, environment))
     for remark in translation.remarks:
-        console.say(remark)
+        console.info(remark)
     return cli.main(["serve", *translation.arguments])
 
 
 def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Translation:
-    """Translates TGI's command line and environment into penstock's. Raises Mistake for what is not supported."""
+    """Translates TGI's command line and environment into penstock's. Raises UsageError for what is not supported."""
     environment = command_line.stripped(environment)
     aliases = {name: environment[old] for old, name in ALIASES.items() if environment.get(old) and not environment.get(name)}
     named = {**environment, **aliases}
@@ -105,7 +108,7 @@ def translate(arguments: Sequence[str], environment: Mapping[str, str]) -> Trans
 
 
 def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "list[str]":
-    """A line for each flag or variable without effect. Raises Mistake for the first that is refused."""
+    """A line for each flag or variable without effect. Raises UsageError for the first that is refused."""
     remarks: dict[str, None] = {}
     for name in (*IGNORED, *REFUSED):
         text, source = getattr(values, name), flag(name)
@@ -115,7 +118,7 @@ def _remarks(values: argparse.Namespace, environment: Mapping[str, str]) -> "lis
             continue
         if name in REFUSED:
             shown = source if name in SWITCHES else f"{source}={text}"
-            raise Mistake(f"{shown} is text-generation-inference's, and penstock lacks it: {REFUSED[name]}")
+            raise UsageError(f"{shown} is text-generation-inference's, and penstock lacks it: {REFUSED[name]}")
         remarks[f"{source} has no effect: {IGNORED[name]}"] = None
     for name, reason in VARIABLES.items():
         if environment.get(name):
@@ -152,7 +155,7 @@ def _memory(values: argparse.Namespace, environment: Mapping[str, str]) -> list[
             f"{option_types.fraction(given or '1') * option_types.fraction(room or str(WIGGLE_ROOM)):g}",
         ]
     except ValueError as error:
-        raise Mistake(f"--cuda-memory-fraction {given or 1} and TGI_WIGGLE_ROOM {room or WIGGLE_ROOM}: {error}") from None
+        raise UsageError(f"--cuda-memory-fraction {given or 1} and TGI_WIGGLE_ROOM {room or WIGGLE_ROOM}: {error}") from None
 
 
 def _collector(values: argparse.Namespace, environment: Mapping[str, str], remarks: list[str]) -> list[str]:
@@ -165,7 +168,7 @@ def _collector(values: argparse.Namespace, environment: Mapping[str, str], remar
     try:
         option_types.url(endpoint)
     except ValueError as error:
-        raise Mistake(f"{source}={given}: {error}") from None
+        raise UsageError(f"{source}={given}: {error}") from None
     if endpoint != given:
         remarks.append(f"traces go over OTLP/HTTP: to {endpoint} instead of {given}")
     return ["--otlp-endpoint", endpoint]
@@ -176,7 +179,7 @@ def _quantize(values: argparse.Namespace, environment: Mapping[str, str], remark
     source = "--quantize" if values.quantize else "QUANTIZE"
     given = values.quantize or environment.get("QUANTIZE", "").strip()
     if given in LACKING:
-        raise Mistake(
+        raise UsageError(
             f"{source}={given} is text-generation-inference's, and penstock lacks it: leave it out if the checkpoint is quantized "
             "already, by gptq, awq, compressed-tensors or fp8, or take int4, int8 or fp8"
         )

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from .chat import CONTROL, DEFAULT_URL
 from .command_line import Parser
+from .option_types import LONGEST
 from .url import split
 
 TIMEOUT = 5.0  # seconds for an answer
@@ -211,7 +212,7 @@ class Server:
     """A server that is scraped repeatedly."""
 
     def __init__(self, url: str, api_key: str, window: float) -> None:
-        """Raises Mistake if `url` is not a URL."""
+        """Raises UsageError if `url` is not a URL."""
         self.url = _base(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._window = window
@@ -412,8 +413,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0 is needed")
+    if not 0 < value <= LONGEST:
+        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0, and up to {LONGEST:,.0f}, is needed")
     return value
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..proto.images import COLOURS, DESCRIPTIONS, FORMS, MOST, image_format_of
 from . import checkpoint
 from .checkpoint import FLOATS, Checkpoint
-from .mistake import Mistake
+from .errors import UsageError
 from .options import ROUTER, Options
 
 USUAL = 8  # images of a request, by default
@@ -26,12 +26,12 @@ class Vision:
 
 
 def resolve(asked: Options, model: Checkpoint) -> Vision:
-    """The images of `--max-images` for this model. Raises Mistake if it asks for what is not possible."""
+    """The images of `--max-images` for this model. Raises UsageError if it asks for what is not possible."""
     if asked.max_images == 0:
         return Vision()
     problem = _problem(model)
     if problem and asked.max_images:
-        raise Mistake(f"--max-images {asked.max_images}, but {problem}; or take --max-images 0, which serves text alone")
+        raise UsageError(f"--max-images {asked.max_images}, but {problem}; or take --max-images 0, which serves text alone")
     if problem:
         return Vision(why=problem if "vision_config" in model.config else "")
     images = USUAL if asked.max_images is None else asked.max_images
@@ -41,13 +41,15 @@ def resolve(asked: Options, model: Checkpoint) -> Vision:
         pixels = model.config["vision_config"]["image_size"] ** 2
         said, lower = f"the model's {pixels} pixels of each", "the first"
     if (needed := images * pixels * COLOURS) > MOST:
-        raise Mistake(f"--max-images {images} and {said} are {needed} bytes together, and a request may have {MOST}: lower {lower}")
+        raise UsageError(
+            f"--max-images {images} and {said} are {needed} bytes together, and a request may have {MOST}: lower {lower}"
+        )
     return Vision(images)
 
 
 def of(asked: Options, folder: Path) -> int:
     """Most images of a request to shards that are started elsewhere; the folder has the model's tokenizer, and perhaps no more.
-    Raises Mistake."""
+    Raises UsageError."""
     if asked.max_images == 0 or (asked.max_images is None and not (folder / "config.json").is_file()):
         return 0
     return resolve(asked, checkpoint.read(folder, "dummy")).images

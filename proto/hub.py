@@ -39,16 +39,17 @@ def download(
         raise Unavailable(f"no folder {model}, and no such model on the hub (a private one needs HF_TOKEN)") from None
     except errors.RevisionNotFoundError:
         raise Unavailable(f"{model} has no revision {revision} on the hub") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        why = f" ({_line(error.__cause__)})" if isinstance(error.__cause__, errors.HfHubHTTPError) else ""
         raise Unavailable(
-            f"no folder {model}, no copy of {at} in the cache, and the hub can't be reached: go online (HF_HUB_OFFLINE unset), "
-            "or copy the model here and name its folder"
+            f"no folder {model}, no copy of {at} in the cache, and the hub can't be reached{why}: go online "
+            "(HF_HUB_OFFLINE unset), or copy the model here and name its folder"
         ) from None
     except errors.HFValidationError as error:
         raise Unavailable(f"no folder {model}, and the hub has no such ids: {_line(error)}") from None
-    except (errors.HfHubHTTPError, OSError) as error:
+    except Exception as error:  # the HTTP client's own errors have no common base with the hub's, and another one by version
         raise Unavailable(f"{at} could not be downloaded: {_line(error)}") from None
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split())

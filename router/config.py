@@ -75,7 +75,7 @@ class RouterConfig:
     tls_cert: str = ""  # PEM files for mutual TLS with shards on other machines; "": no TLS
     tls_key: str = ""
     tls_ca: str = ""
-    complaints: str = ""  # named pipe by which the launcher is notified that shards hang; "": none
+    hang_reports: str = ""  # named pipe by which the launcher is notified that shards hang; "": none
     cors_allow_origin: str = ANY_ORIGIN  # origins whose pages may use the server from a browser, separated by commas
     otlp_endpoint: str = ""  # URL of a collector of traces (OTLP/HTTP); "": no traces
     otlp_service_name: str = "text-generation-inference.router"  # service name in traces

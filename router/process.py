@@ -110,9 +110,9 @@ async def _batch(fleet: Fleet, tokenizer: Tokenizer) -> None:
 
 
 def _connect(config: RouterConfig, name: str, addresses: Sequence[str]) -> Shards:
-    """The client of a replica's rank group. Only for groups that the launcher has started there is a pipe for complaints."""
-    complaints = config.complaints if tuple(addresses) in config.groups else ""
-    return GrpcShards(addresses, config.step_timeout, complaints, certificates.of(config), name)
+    """The client of a replica's rank group. Only for groups that the launcher has started is there a pipe for reports of hangs."""
+    hang_reports = config.hang_reports if tuple(addresses) in config.groups else ""
+    return GrpcShards(addresses, config.step_timeout, hang_reports, certificates.of(config), name)
 
 
 def _stop_signal() -> asyncio.Event:

@@ -98,7 +98,7 @@ class GrpcShards:
         self,
         addresses: Sequence[str],
         step_timeout: float = 60.0,
-        complaints: str = "",
+        hang_reports: str = "",
         certificates: Certificates | None = None,
         name: str = "0",
     ) -> None:
@@ -110,7 +110,7 @@ class GrpcShards:
         self._certificates = certificates
         self._step_timeout = step_timeout
         self._load_timeout = max(step_timeout, LOADING)
-        self._complaints = complaints
+        self._hang_reports = hang_reports
         self._targets: dict[int, str] = {}  # by rank: where it was found
         self._channels: dict[int, grpc.aio.Channel] = {}
         self._stubs: dict[int, Stub] = {}
@@ -280,9 +280,9 @@ class GrpcShards:
     def _hung(self, rank: int, seconds: float) -> Broken:
         """The error for ranks that don't answer, though none has ended. Also notifies the launcher, so that it restarts them."""
         error = Broken(f"shard rank {rank} has not answered for {seconds:g} s")
-        if self._complaints:
+        if self._hang_reports:
             try:
-                pipe = os.open(self._complaints, os.O_WRONLY | os.O_NONBLOCK)
+                pipe = os.open(self._hang_reports, os.O_WRONLY | os.O_NONBLOCK)
             except OSError as why:
                 logger.error("nobody hears that %s: %s", error, why.strerror)
                 return error

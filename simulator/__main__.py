@@ -57,26 +57,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.plot:
             report.plotter()  # before the work: it may be missing
-    except OSError as mistake:
-        parser.error(f"{mistake.filename}: {mistake.strerror}")
-    except (ValueError, report.Missing) as mistake:
-        parser.error(str(mistake))
+    except OSError as error:
+        parser.error(f"{error.filename or options.write or options.trace}: {error.strerror}")  # a full disk has no name
+    except (ValueError, report.Missing) as error:
+        parser.error(str(error))
     measures = Replay(setting(options), requests).run()
-    _show(json.dumps(measures.summary(), indent=2) if options.json else report.table(measures))
+    print(json.dumps(measures.summary(), indent=2) if options.json else report.table(measures))
     if options.plot:
         report.plot({options.policy: measures}, options.plot)
     return 0
 
 
-def _show(text: str) -> None:
+def run() -> int:
+    """Runs the command, without a traceback where it is interrupted or can't write. Returns the exit code."""
     try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # `penstock simulate | head`. Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            return main()
+        finally:
+            sys.stdout.flush()  # else Python would do so when it ends, with an error of its own
+    except KeyboardInterrupt:
+        return 130
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(f"penstock simulate: error: stdout can't be written to ({error.strerror})")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed
+        if isinstance(error, BrokenPipeError):  # `penstock simulate | head`
+            return 0
+        print(f"penstock simulate: error: {error.filename or 'stdout'} can't be written to ({error.strerror})", file=sys.stderr)
+        return 1
 
 
 def asked(options: argparse.Namespace) -> list[Request]:
@@ -271,4 +277,4 @@ def _result_flags(parser: Parser) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -143,7 +143,7 @@ class Measures:
     def mean(self, values: "array[float]") -> float:
         """Mean of a sampled value, over time."""
         seconds = self.samples.seconds
-        if len(seconds) < 2:
+        if not seconds or seconds[0] == seconds[-1]:
             return values[-1] if values else 0.0
         total = sum(value * (after - before) for value, before, after in zip(values[1:], seconds, seconds[1:], strict=False))
         return total / (seconds[-1] - seconds[0])

@@ -173,12 +173,14 @@ def read(path: Path) -> list[Request]:
         raise ValueError(f"{path}: no UTF-8 (byte {error.start})") from None
     with io.StringIO(text, newline="") as file:
         table = csv.DictReader(file) if path.suffix == ".csv" else None
-        for number, line in enumerate(table or file, 2 if table else 1):
-            try:
+        number = 1 if table else 0
+        try:
+            for line in table or file:
+                number += 1
                 requests.append(_timely(_request(line if isinstance(line, dict) else json.loads(str(line)))))
-            except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
-                what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-                raise ValueError(f"{path}, line {number}: {what}") from None
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError, csv.Error) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{path}, line {number}: {what}") from None
     requests.sort(key=lambda each: each.arrival)
     first = requests[0].arrival if requests else 0.0
     return [replace(each, arrival=each.arrival - first) for each in requests]

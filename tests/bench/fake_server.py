@@ -29,6 +29,7 @@ class Behaviour:
     error_after: int = 0  # tokens after which it sends an error event; 0: never
     line_end: str = "\n"
     usage: bool = True
+    usage_with_finish_reason: bool = False  # instead of in an event of its own
 
 
 @dataclass
@@ -108,7 +109,9 @@ def openai_events(body: dict[str, Any], behaviour: Behaviour, chat: bool) -> lis
         text = "" if done == behaviour.tokens_per_event else "word " * tokens  # the second event holds part of a character
         add({"delta": {"content": text}} if chat else {"text": text}, tokens)
     add({"delta": {}, "finish_reason": "length"} if chat else {"text": "", "finish_reason": "length"})
-    if behaviour.usage and options.get("include_usage"):
+    if behaviour.usage_with_finish_reason:
+        chunks[-1]["usage"] = usage
+    elif behaviour.usage and options.get("include_usage"):
         chunks.append({"choices": [], "usage": usage})
     return [": a comment\n\n", *(event(chunk) for chunk in chunks), "data: [DONE]\n\n"]
 

@@ -161,6 +161,21 @@ def test_tokens_per_event_are_exact_with_continuous_usage_and_warned_about_witho
     assert without_usage["tpot"]["mean"] >= 2 * 0.05 / 11
 
 
+def test_usage_with_the_finish_reason_is_not_counted_as_tokens_of_that_event(tmp_path: Path) -> None:
+    """DeepSeek's and Mistral's servers report the whole answer's usage with its last choice, instead of in an event of its own."""
+    behaviour = Behaviour(gap=0.05, usage_with_finish_reason=True)
+    [stage], _ = bench(behaviour, tmp_path, "--requests", "2", "--concurrency", "1", "--output", "8")
+    assert stage["output_tokens"]["mean"] == 8
+    assert stage["itl"]["p50"] >= 0.025
+    assert stage["output_tokens_per_second"] * stage["seconds"] == pytest.approx(16)
+
+
+def test_results_are_printed_before_a_full_disk_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Behaviour()) as fake, pytest.raises(OSError, match="/dev/full"):
+        command.main([fake.url, "--quiet", "--json", "/dev/full", "--requests", "1", "--output", "4"])
+    assert "answered" in capsys.readouterr().out
+
+
 def test_events_that_arrive_together_are_warned_about(tmp_path: Path) -> None:
     [stage], _ = bench(Behaviour(gap=0.05, events_per_write=7), tmp_path, "--requests", "2", "--concurrency", "1", "--output", "20")
     assert any("came together" in warning for warning in stage["warnings"])
@@ -396,6 +411,8 @@ def test_html_report_is_one_self_contained_file_without_invalid_numbers(tmp_path
         (["--prompt", "10", "--shared-prefix", "20"], "leaves nothing of its own"),
         (["ftp://127.0.0.1"], "ftp://127.0.0.1 is no URL of a server: http://HOST:PORT is needed"),
         (["http://127.0.0.1:port"], "is no URL of a server"),
+        (["http://[::1"], "http://[::1 is no URL of a server"),
+        (["http://a..b"], "http://a..b is no URL of a server"),
         (["--field", "x={"], "x={: this begins like JSON, and is none"),
         (["--field", 'x="'], "this begins like JSON, and is none"),
         (["127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),

@@ -8,6 +8,7 @@ import statistics
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.bench import prompts
@@ -138,11 +139,31 @@ def test_events_are_counted_as_tokens(payload: bytes, begun: bool, tokens: int) 
     assert OpenAI(True, True, False).read(payload, AnswerState(), begun) == tokens
 
 
+@pytest.mark.parametrize("count", ["-5", "99999999999999999999", "9000000000000000000"])
+def test_impossible_token_counts_are_no_events(count: str) -> None:
+    usage = f'{{"prompt_tokens":4,"completion_tokens":{count}}}'
+    event = '{"choices":[{"delta":{"content":"x"}}],"usage":' + usage + "}"
+    with pytest.raises(msgspec.MsgspecError):
+        OpenAI(True, True, False).read(event.encode(), AnswerState(), False)
+
+
 def test_usage_in_events_overrides_the_count_of_events() -> None:
     api, state = OpenAI(True, True, True), AnswerState()
     event = '{"choices":[{"delta":{"content":"x"}}],"usage":{"prompt_tokens":4,"completion_tokens":%d}}'
-    assert [api.read((event % count).encode(), state, True) for count in (0, 3, 3, 4)] == [0, 3, 0, 1]
+    assert [api.read((event % count).encode(), state, count > 3) for count in (3, 3, 4)] == [3, 0, 1]
     assert (state.output_tokens, state.prompt_tokens) == (4, 4)
+
+
+def test_usage_that_comes_before_and_after_all_tokens_is_not_counted_as_theirs() -> None:
+    api, state = OpenAI(True, True, False), AnswerState()
+    events = [
+        '{"choices":[{"delta":{"role":"assistant"}}],"usage":{"prompt_tokens":4,"completion_tokens":0}}',
+        '{"choices":[{"delta":{"content":"x"}}]}',
+        '{"choices":[{"delta":{"content":"y"}}]}',
+        '{"choices":[{"delta":{},"finish_reason":"stop"}],"usage":{"prompt_tokens":4,"completion_tokens":2}}',
+    ]
+    assert [api.read(event.encode(), state, index > 1) for index, event in enumerate(events)] == [0, 1, 1, -1]
+    assert (state.output_tokens, state.prompt_tokens) == (2, 4)
 
 
 def test_tgi_events_are_parsed() -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from penstock.bench import chaos, chaos_report, chaos_requests, command
 from penstock.bench.chaos import play
 from penstock.bench.chaos_report import Plan
-from penstock.bench.local import Local
+from penstock.bench.local_server import LocalServer
 from penstock.tests.serving import scratch
 
 FAULT_SECONDS, SOAK_SECONDS = 6.0, 60.0  # seconds
@@ -35,10 +35,12 @@ QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Local]:
-    with scratch() as folder, Local(FLAGS.split(), folder / "log") as server:
-        yield server
-        assert server.stop() == 0
+def server() -> Iterator[LocalServer]:
+    with pytest.MonkeyPatch.context() as patch, scratch() as folder:
+        patch.setenv("http_proxy", "http://127.0.0.1:9")  # is not used for a server of this machine
+        with LocalServer(FLAGS.split(), folder / "log", start=120.0) as server:
+            yield server
+            assert server.stop() == 0
 
 
 def test_no_stream_is_wrong_or_lost_when_shards_are_killed_and_stopped(
@@ -64,7 +66,7 @@ def test_no_stream_is_wrong_or_lost_when_shards_are_killed_and_stopped(
 
 
 def test_process_memory_does_not_grow_during_a_soak(
-    server: Local, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(chaos_requests, "LENGTH", SHORT_ANSWER)
     monkeypatch.setattr(chaos, "SAMPLE", 0.25)
@@ -95,7 +97,7 @@ def test_growing_memory_is_reported(seconds: int, leak: float) -> None:
         assert not expected or 60 * leak / 2 < chaos_report.slope(settled_samples) < 60 * leak * 1.2
 
 
-def test_wrong_answers_and_errors_are_reported(server: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_answers_and_errors_are_reported(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
     unseeded = {
         "prompt": "Once",
         "temperature": 1.0,

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from penstock.bench.local import HOST, Local
+from penstock.bench.local_server import HOST, LocalServer
 from penstock.benchmarks.overload import MIB, gather, raised
 from penstock.tests.router.test_stream import post
 from penstock.tests.serving import scratch
@@ -26,9 +26,9 @@ TIMEOUTS = ("--idle-timeout", str(IDLE_TIMEOUT), "--slow-client-timeout", str(SL
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Local]:
+def server() -> Iterator[LocalServer]:
     flags = ("demo-draft", "--device", "cpu", "--threads", "1", "--page-size", "4", "--kv-pages", "4096", *TIMEOUTS)
-    with scratch() as folder, Local([*flags, "--max-concurrent-requests", str(CONCURRENT)], folder / "log") as server:
+    with scratch() as folder, LocalServer([*flags, "--max-concurrent-requests", str(CONCURRENT)], folder / "log") as server:
         yield server
         assert server.stop() == 0
 
@@ -38,7 +38,7 @@ def metric(text: str, name: str) -> float:
     return float(line.split()[1])
 
 
-async def get(server: Local, path: str) -> str:
+async def get(server: LocalServer, path: str) -> str:
     reader, writer = await asyncio.open_connection(HOST, server.port)
     writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
     answer = (await reader.read()).decode()
@@ -46,7 +46,7 @@ async def get(server: Local, path: str) -> str:
     return answer
 
 
-def test_client_that_does_not_read_loses_its_stream_after_the_timeout(server: Local) -> None:
+def test_client_that_does_not_read_loses_its_stream_after_the_timeout(server: LocalServer) -> None:
     async def test() -> None:
         chat = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "ignore_eos": True, "stream": True}
         reader, writer = await post(server.port, "/v1/chat/completions", {**chat, "max_tokens": 900, "logprobs": True})
@@ -68,7 +68,7 @@ def test_client_that_does_not_read_loses_its_stream_after_the_timeout(server: Lo
     assert server.log.read_text().count("its stream is closed") == 1
 
 
-def test_connection_without_a_complete_request_is_closed_after_the_idle_timeout(server: Local) -> None:
+def test_connection_without_a_complete_request_is_closed_after_the_idle_timeout(server: LocalServer) -> None:
     async def connect_and_wait(sent: bytes) -> None:
         reader, writer = await asyncio.open_connection(HOST, server.port)
         began = time.monotonic()
@@ -98,7 +98,7 @@ def test_connection_without_a_complete_request_is_closed_after_the_idle_timeout(
 
 
 def test_each_of_a_thousand_connections_gets_200_or_429_within_bounded_memory(
-    server: Local, capsys: pytest.CaptureFixture[str]
+    server: LocalServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     connections = raised(CONNECTIONS)
     result = asyncio.run(gather(server, connections, 12))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from penstock.launcher import follower, leader
 from penstock.launcher.console import Console
+from penstock.launcher.membership import Membership
 from penstock.launcher.node_messages import Hello, Orders
 from penstock.launcher.parts import Command
-from penstock.launcher.roll_call import RollCall
 from penstock.launcher.supervisor import Supervisor
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
@@ -37,7 +37,7 @@ class Ranks:
         return Hello(node=settings["node"], start=str(os.getpid()), address=address, ports=(7,), terms=settings["terms"])
 
     def commands(self, orders: Orders, hello: Hello) -> list[Command]:
-        console.say(f"meets at {orders.relay_address} {orders.token} {orders.store}")
+        console.info(f"meets at {orders.relay_address} {orders.token} {orders.store}")
         return [shard]
 
 
@@ -51,14 +51,16 @@ def lead() -> int:
         addresses=Path(settings["folder"]),
         console=console,
     )
-    group = leader.Leader("the shards", [shard], settings["restarts"], [], meeting, RollCall(settings["nodes"], settings["terms"]))
+    group = leader.Leader(
+        "the shards", [shard], settings["restarts"], [], meeting, Membership(settings["nodes"], settings["terms"])
+    )
     return Supervisor(
         router=command("router", settings["router"]),
         groups={"0": group},
         environment=dict(os.environ),
         console=console,
         health=("127.0.0.1", settings["health"]),
-        ready=lambda: console.say("ready"),
+        ready=lambda: console.info("ready"),
         grace=5.0,
         max_restarts=settings["restarts"],
     ).run()

@@ -22,7 +22,8 @@ console = Console(json_output=False)
 def command(name: str, behaviour: str) -> parts.Command:
     if behaviour == "absent":
         return parts.Command(name, [FAKE_CHILD + ".absent"])
-    return parts.Command(name, [sys.executable, "-S", FAKE_CHILD, name.replace(" ", "-"), port, *behaviour.split("+")])
+    python = behaviour.removeprefix("by+") if behaviour.startswith("by+") else sys.executable  # an interpreter to be removed later
+    return parts.Command(name, [python, "-S", FAKE_CHILD, name.replace(" ", "-"), port, *behaviour.split("+")])
 
 
 commands = [command(f"shard {rank}", behaviour) for rank, behaviour in enumerate(shards)]
@@ -35,9 +36,9 @@ server = supervisor.Supervisor(
     environment=dict(os.environ),
     console=console,
     health=("127.0.0.1", int(port)),
-    ready=lambda: console.say("ready"),
+    ready=lambda: console.info("ready"),
     grace=float(grace),
     max_restarts=int(restarts),
-    complaints=Path(pipe) if pipe else None,
+    hang_reports=Path(pipe) if pipe else None,
 )
 sys.exit(server.run())

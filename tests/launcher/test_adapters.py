@@ -8,8 +8,8 @@ import pytest
 
 from penstock.launcher import adapters, checkpoint, children, hub, plan
 from penstock.launcher.adapters import parse, resolve
+from penstock.launcher.errors import UsageError
 from penstock.launcher.machine import Machine
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.launcher.replicas import Place
 from penstock.tests.shard import lora
@@ -40,12 +40,12 @@ def test_flag_is_parsed_into_names_and_sources() -> None:
     ],
 )
 def test_invalid_adapters_are_refused_in_one_line(text: str, error: str) -> None:
-    with pytest.raises(Mistake, match=rf"^{error}" if error.startswith("--") else error):
+    with pytest.raises(UsageError, match=rf"^{error}" if error.startswith("--") else error):
         resolve(Options(lora_adapters=text), "model")
 
 
 def test_router_alone_refuses_an_adapter_with_the_models_name() -> None:
-    with pytest.raises(Mistake, match="the model is called so itself"):
+    with pytest.raises(UsageError, match="the model is called so itself"):
         children.router_config(Options(lora_adapters="model=/x"), "model", hub.DEMO_FOLDER, [])
 
 
@@ -81,18 +81,18 @@ def test_max_loras_plans_memory_for_adapters_loaded_later(adapter_folder: Path) 
         Options(lora_adapters=f"first={adapter_folder},second={adapter_folder}", max_loras=1),
         "1 is less than the 2 that --lora-adapters names",
     )
-    with pytest.raises(Mistake, match=error):
+    with pytest.raises(UsageError, match=error):
         resolve(too_few, "model")
-    with pytest.raises(Mistake, match=error):
+    with pytest.raises(UsageError, match=error):
         children.router_config(too_few, "name", hub.DEMO_FOLDER, [])
 
 
 def test_broken_adapter_folders_are_refused(adapter_folder: Path) -> None:
     (adapter_folder / lora.WEIGHTS).write_bytes(b"nothing to be read")
-    with pytest.raises(Mistake, match=r"^--lora-adapters a: .* is no safetensors file, or is cut short: download it again"):
+    with pytest.raises(UsageError, match=r"^--lora-adapters a: .* is no safetensors file, or is cut short: download it again"):
         resolve(Options(lora_adapters=f"a={adapter_folder}"), "model")
     (adapter_folder / lora.WEIGHTS).unlink()
-    with pytest.raises(Mistake, match=r"^--lora-adapters a: .* has no adapter_model.safetensors: save it with peft"):
+    with pytest.raises(UsageError, match=r"^--lora-adapters a: .* has no adapter_model.safetensors: save it with peft"):
         resolve(Options(lora_adapters=f"a={adapter_folder}"), "model")
     assert resolve(Options(lora_adapters=f"a={adapter_folder}"), "model", weights=False)[0].elements == 0
 
@@ -133,6 +133,6 @@ def test_only_the_adapters_files_are_downloaded(weights: bool, tmp_path: Path, m
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(Mistake, match=r"^--lora-adapters some/model: .* has no adapter_config.json"):
+    with pytest.raises(UsageError, match=r"^--lora-adapters some/model: .* has no adapter_config.json"):
         resolve(Options(lora_adapters="some/model"), "model", weights)
     assert patterns == ["adapter_config.json", "adapter_model.safetensors"][: 1 + weights]

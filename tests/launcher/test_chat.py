@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from penstock.launcher.chat import AnswerSpeed, Conversation, Failed, Server, StreamDelta, Terminal, pipe
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 
 WAIT = 30.0  # seconds for a terminal to show something, on a busy machine
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("API_KEY", "OPENAI_API_KEY")}
@@ -221,6 +221,45 @@ def test_errors_in_a_pipe_are_one_line() -> None:
         assert answer.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        *("5", "null", "[]", '{"choices": [5]}', '{"choices": [{"delta": "x"}]}', '{"usage": 5}', "[" * 100_000),
+        *('{"usage": {"completion_tokens": Infinity}}', '{"usage": {"completion_tokens": [1]}}'),
+        *('{"choices": [{"delta": {"content": [{"text": "a"}]}}]}', '{"choices": [{"delta": {"reasoning": 1}}]}'),
+    ],
+)
+def test_event_of_another_form_is_a_failed_answer(event: str) -> None:
+    with (
+        fake_server([f"data: {event}\n\n".encode()]) as url,
+        pytest.raises(Failed, match="the answer was cut off: no event of a chat"),
+    ):
+        list(Server(url, "").stream({}))
+
+
+def test_response_that_is_cut_short_is_no_traceback() -> None:
+    def cut(self: FakeHandler) -> None:
+        self.send_response(FakeHandler.status)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+        self.wfile.write(b"{")
+        self.close_connection = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeHandler, "do_GET", cut)
+        patch.setattr(FakeHandler, "do_POST", cut)
+        with fake_server() as url:
+            assert Server(url, "").model() == ""
+        with fake_server(status=500) as url, pytest.raises(Failed, match=r"\(status 500\)"):
+            list(Server(url, "").stream({}))
+
+
+def test_characters_that_stdout_cannot_encode_are_escaped() -> None:
+    with fake_server([delta("a\ud800\u20ac", "stop")]) as url:
+        assert run_chat(url).stdout == "a\\ud800\u20ac\n"
+        assert run_chat(url, PYTHONIOENCODING="ascii").stdout == "a\\ud800\\u20ac\n"
+
+
 def test_conversation_with_set_system_and_reset_commands() -> None:
     with fake_server() as url:
         shown, conversation = run_conversation(
@@ -282,6 +321,18 @@ def test_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
             Conversation().load(path)
 
 
+def test_half_of_a_surrogate_pair_is_saved_and_loaded(tmp_path: Path) -> None:
+    """As a server sends it that cuts a character in two; UTF-8 has none."""
+    path = tmp_path / "talk.json"
+    Conversation(messages=[{"role": "assistant", "content": "a\ud83d"}]).save(path)
+    loaded = Conversation()
+    loaded.load(path)
+    assert loaded.messages == [{"role": "assistant", "content": "a\ud83d"}]
+    path.write_text('{"system": null, "messages": []}')
+    loaded.load(path)
+    assert loaded.system == ""
+
+
 def test_control_characters_and_markup_of_an_answer_have_no_effect() -> None:
     """Control characters are removed, and rich's markup is shown as text."""
     with fake_server([delta("a\x1b[2Jb\x07\r\x9b1m[red]c[/red] :smile:\td\n"), delta(reason="stop")]) as url:
@@ -306,8 +357,8 @@ def test_answer_speed_counts_tokens_and_times() -> None:
 
 
 def test_invalid_url_is_refused_and_an_unreachable_server_reported() -> None:
-    for url in ("ftp://host", "http://", "http://host:port", "host"):
-        with pytest.raises(Mistake):
+    for url in ("ftp://host", "http://", "http://host:port", "host", "http://[::1", "http://a..b", f"http://{'a' * 70}"):
+        with pytest.raises(UsageError):
             Server(url, "")
     with pytest.raises(Failed, match="nobody answers"):
         Server("http://127.0.0.1:9/v1/", "").model()

@@ -30,6 +30,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "vocab_size": 2048,
 }
+BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # stdout is, as usual
 # Runs the command with fake child processes, which write the arguments and settings that they get into the folder `records`.
 SCRIPT = """
 import sys
@@ -87,8 +88,28 @@ def test_help_imports_no_heavy_packages() -> None:
 def test_closed_standard_streams_are_harmless_and_a_full_one_is_an_error(redirection: str, exit_code: int, error: str) -> None:
     command = f'"$0" -m penstock.launcher plan "$1" {redirection}'
     words = ["sh", "-c", command, sys.executable, str(hub.DEMO_FOLDER)]
-    answer = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60)
+    answer = subprocess.run(words, stderr=subprocess.PIPE, text=True, timeout=60, env=BUFFERED)
     assert (answer.returncode, answer.stderr) == (exit_code, error)
+
+
+@pytest.mark.parametrize("command", ["", " plan", " serve --help", " top --help", " simulate --help", ".tgi --version"])
+def test_closed_pipe_on_stdout_is_no_error_message(command: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    words = [sys.executable, "-m", *f"penstock.launcher{command}".split()]
+    with open(write_end, "wb") as pipe:
+        answer = subprocess.run(words, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, env=BUFFERED)
+    assert (answer.returncode < 2, answer.stderr) == (True, "")
+
+
+def test_characters_that_stdout_cannot_encode_are_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "caf\u00e9"
+    folder.symlink_to(hub.DEMO_FOLDER)
+    command = [sys.executable, "-m", "penstock.launcher", "plan", str(folder)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert r"caf\xe9" in answer.stdout
 
 
 @pytest.mark.parametrize("arguments", [["plan", "/a\nb\x1b[31m\u2028"], ["serve", "--a\nb\x1b[31m\u2028"], ["a\nb\x1b[31m\u2028"]])
@@ -309,6 +330,21 @@ def test_banner_example_is_quoted_for_the_shell(tmp_path: Path) -> None:
 def test_description_for_bug_reports_has_versions() -> None:
     assert "torch 2." in banner.describe()
     assert hub.DEMO == "penstock-demo"
+
+
+def test_sigterm_before_anything_has_started_ends_with_exit_code_143() -> None:
+    """By a handler: the first process of a container gets no signal that it has none for."""
+    code = (
+        "import sys, time\nfrom penstock.launcher import cli, nodes\n"
+        "def settle(*given):\n    print('waits', flush=True)\n    time.sleep(60)\n"
+        "nodes.settle = settle\nsys.exit(cli.main(['serve']))"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 def test_ctrl_c_while_modules_are_imported_ends_with_exit_code_130() -> None:

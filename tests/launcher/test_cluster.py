@@ -11,7 +11,7 @@ import pytest
 from penstock.launcher import cluster, plan, roofline
 from penstock.launcher.checkpoint import Checkpoint
 from penstock.launcher.cluster import Layout
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 from penstock.launcher.options import Options
 from penstock.launcher.roofline import Accelerator, Group
 from penstock.shard.models.families import shape
@@ -105,7 +105,7 @@ def test_given_figures_override_the_table_of_accelerators() -> None:
     ],
 )
 def test_invalid_cluster_description_is_refused(text: str, error: str) -> None:
-    with pytest.raises(Mistake) as mistake:
+    with pytest.raises(UsageError) as mistake:
         cluster.parse(text)
     assert f"--cluster {text}" in str(mistake.value)
     assert error in str(mistake.value)
@@ -195,17 +195,19 @@ def test_layouts_have_replicas_of_whole_nodes_or_whole_fractions_of_one() -> Non
 def test_layouts_with_too_little_memory_are_left_out_or_refused() -> None:
     assert set(layouts_by_ranks("8 x H200", LLAMA_70B)) == {2, 4, 8}
     assert "too little memory with ranks: 1\n" in table("8 x H200", LLAMA_70B)
-    with pytest.raises(Mistake, match=r"^over 4 ranks: weights take 32.9 GiB and one page .* per rank, but 20.0 GiB may be used"):
+    with pytest.raises(
+        UsageError, match=r"^over 4 ranks: weights take 32.9 GiB and one page .* per rank, but 20.0 GiB may be used"
+    ):
         layouts_by_ranks("4 x L4", LLAMA_70B)
 
 
 def test_num_shard_limits_the_layouts_and_must_divide_nodes() -> None:
     assert set(layouts_by_ranks("2 x 8 x H200", LLAMA_70B, replace(MANY_REQUESTS, num_shard=4))) == {4}
-    with pytest.raises(Mistake, match="can't be divided by 3 ranks"):
+    with pytest.raises(UsageError, match="can't be divided by 3 ranks"):
         layouts_by_ranks("2 x 8 x H200", LLAMA_70B, replace(MANY_REQUESTS, num_shard=3))
-    with pytest.raises(Mistake, match="--num-shard 8 does not divide nodes of 3 GPUs evenly: 1, 2 do"):
+    with pytest.raises(UsageError, match="--num-shard 8 does not divide nodes of 3 GPUs evenly: 1, 2 do"):
         layouts_by_ranks("3 x 3 x H200", LLAMA_70B, replace(MANY_REQUESTS, num_shard=8))
-    with pytest.raises(Mistake, match="--cluster is for accelerators and 16-bit numbers"):
+    with pytest.raises(UsageError, match="--cluster is for accelerators and 16-bit numbers"):
         layouts_by_ranks("H200", LLAMA_8B, Options(dtype="float32"))
 
 

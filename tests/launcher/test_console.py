@@ -22,11 +22,11 @@ WRITE_AND_EXIT = """
 import sys
 from penstock.launcher.console import Console
 console = Console({json_output})
-console.say("begins")
+console.info("begins")
 console.detach()
 for number in range({lines}):
     console.relay("router", f"{{number:0100}}", error=False)
-console.complain("ends")
+console.error("ends")
 sys.exit(3)
 """
 
@@ -35,8 +35,8 @@ def lines_written(json_output: bool) -> tuple[list[str], list[str]]:
     """The lines that a console writes to stdout and to stderr."""
     out, error = io.StringIO(), io.StringIO()
     console = Console(json_output, out, error)
-    console.say("hello")
-    console.complain("alas")
+    console.info("hello")
+    console.error("alas")
     console.relay("shard 0", '{"message": "as it is"}', error=False)
     console.relay("shard 1", "Traceback", error=True)
     return out.getvalue().splitlines(), error.getvalue().splitlines()
@@ -68,7 +68,7 @@ def test_broken_pipe_on_stdout_is_ignored() -> None:
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    Console(json_output=False, out=BrokenPipe()).say("anybody?")
+    Console(json_output=False, out=BrokenPipe()).info("anybody?")
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def unread_pipe() -> Iterator[tuple[TextIO, TextIO]]:
 def test_lines_to_an_unread_pipe_are_dropped_and_counted_without_blocking(unread_pipe: tuple[TextIO, TextIO]) -> None:
     reader, writer = unread_pipe
     console = Console(json_output=False, out=writer, error=io.StringIO())
-    console.say("begins")
+    console.info("begins")
     console.detach()
     for number in range(LINES):
         console.relay("router", f"{number:0100}", error=False)

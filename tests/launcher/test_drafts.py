@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 
 from penstock.launcher import checkpoint, children, cli, command_line, hub, machine, plan, serve
 from penstock.launcher.drafts import check_vocabulary, resolve, with_base_model
+from penstock.launcher.errors import UsageError
 from penstock.launcher.machine import Machine
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.launcher.replicas import Place
 from penstock.proto.speculation import Speculation, parse
@@ -80,7 +80,7 @@ def test_embedded_eagle_head_is_planned() -> None:
 
 def test_mtp_layer_is_the_draft_or_refused_if_the_model_has_none(tmp_path: Path) -> None:
     with pytest.raises(
-        Mistake, match=r"^--speculate draft=mtp: config.json says num_nextn_predict_layers 0: the model has no layer"
+        UsageError, match=r"^--speculate draft=mtp: config.json says num_nextn_predict_layers 0: the model has no layer"
     ):
         resolve(Options(speculate="draft=mtp"), DEMO)
     fields = json.loads((tiny.folder("glm4-moe") / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
@@ -98,7 +98,7 @@ def test_mtp_layer_is_the_draft_or_refused_if_the_model_has_none(tmp_path: Path)
 def test_unsupported_model_is_named_by_its_folder_not_by_the_draft(speculate: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["StrangeForCausalLM"]}')
     model, options = checkpoint.read(tmp_path, "dummy"), Options(speculate=speculate)
-    with pytest.raises(Mistake, match=f"^{tmp_path}: architecture StrangeForCausalLM is not supported"):
+    with pytest.raises(UsageError, match=f"^{tmp_path}: architecture StrangeForCausalLM is not supported"):
         plan.divide(options, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False), resolve(options, model)[1])
 
 
@@ -107,7 +107,7 @@ def test_draft_trees_are_refused_with_linear_attention(tmp_path: Path) -> None:
     model = checkpoint.read(tmp_path, "dummy")
     assert resolve(Options(speculate="3"), model) == (Speculation(ngram=3), None)
     with pytest.raises(
-        Mistake, match=r"^--speculate draft=demo-draft,tree=2x1,verify=gumbel: with linear attention drafts must be a chain"
+        UsageError, match=r"^--speculate draft=demo-draft,tree=2x1,verify=gumbel: with linear attention drafts must be a chain"
     ):
         resolve(Options(speculate="draft=demo-draft,tree=2x1"), model)
 
@@ -126,15 +126,15 @@ def test_vocabularies_are_not_compared_for_random_weights_without_a_tokenizer(tm
 
 
 def test_invalid_draft_model_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(Mistake, match=r"^--speculate draft=\S+: \S+ has no config.json"):
+    with pytest.raises(UsageError, match=r"^--speculate draft=\S+: \S+ has no config.json"):
         resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
     (tmp_path / "config.json").write_text('{"architectures": ["StrangeForCausalLM"]}')
-    with pytest.raises(Mistake, match=r"^--speculate draft=\S+: .*StrangeForCausalLM"):
+    with pytest.raises(UsageError, match=r"^--speculate draft=\S+: .*StrangeForCausalLM"):
         resolve(Options(speculate=f"draft={tmp_path}", load_format="dummy"), DEMO)
     other = tokenizer_folder(tmp_path / "other", {"<unk>": 0})
     for name in ("config.json", "model.safetensors"):
         (other / name).symlink_to(hub.DRAFT_FOLDER / name)
-    with pytest.raises(Mistake, match=r"^--speculate draft=\S+: its tokens are not the model's, id \d+ is .*same tokenizer$"):
+    with pytest.raises(UsageError, match=r"^--speculate draft=\S+: its tokens are not the model's, id \d+ is .*same tokenizer$"):
         resolve(Options(speculate=f"draft={other}"), DEMO)
 
 
@@ -158,7 +158,7 @@ def test_check_vocabulary_accepts_equal_tokens_and_refuses_others(tmp_path: Path
         "no vocabulary": tokenizer_folder(tmp_path / "empty", None),
     }
     for problem, candidate in mismatched.items():
-        with pytest.raises(Mistake, match=problem):
+        with pytest.raises(UsageError, match=problem):
             check_vocabulary(candidate, model)
 
 
@@ -193,7 +193,7 @@ def test_mtp_works_in_a_folder_with_a_comma_in_its_name(tmp_path: Path) -> None:
     [shard] = children.shard_configs(options, "name", planned, Place(0, True, ["a"], "r", "m", (), {}), speculation)
     assert parse(shard.speculate) == speculation
     assert speculation.draft == "mtp"
-    with pytest.raises(Mistake, match=r"^--speculate draft=mtp: config.json says num_nextn_predict_layers 0"):
+    with pytest.raises(UsageError, match=r"^--speculate draft=mtp: config.json says num_nextn_predict_layers 0"):
         resolve(Options(speculate="draft=mtp"), DEMO)
 
 
@@ -207,7 +207,7 @@ def test_draft_head_needs_no_tokenizer(tmp_path: Path) -> None:
     assert draft is not None
     assert speculation.draft == str(draft.folder) == str(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(Mistake, match=r"lacks tokenizer.json"):
+    with pytest.raises(UsageError, match=r"lacks tokenizer.json"):
         resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
 
 
@@ -240,7 +240,7 @@ def test_draft_folder_with_a_comma_in_its_path_is_refused(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path / "a,b")
     medusa_heads(Path("heads"))
     with pytest.raises(
-        Mistake, match=r"^--speculate draft=heads: \S+/a,b/heads has a comma in its name: copy it to where there is none"
+        UsageError, match=r"^--speculate draft=heads: \S+/a,b/heads has a comma in its name: copy it to where there is none"
     ):
         resolve(Options(speculate="draft=heads"), DEMO)
 
@@ -251,18 +251,18 @@ def test_medusa_heads_of_another_count_or_size_are_refused(tmp_path: Path) -> No
         ("tokens=3", "3 tokens in a chain are asked for, and its 2 heads draft one each: say tokens=2, or a tree= of"),
         ("tree=4x2x1", "3 tokens in a chain"),
     ):
-        with pytest.raises(Mistake, match=f"^--speculate draft={tmp_path}: {error}"):
+        with pytest.raises(UsageError, match=f"^--speculate draft={tmp_path}: {error}"):
             resolve(Options(speculate=f"draft={medusa_heads(tmp_path)},{draft_options}"), DEMO)
     with pytest.raises(
-        Mistake, match=r": hidden_size of Medusa's heads is 128, and for this model it must be 256: take a draft model"
+        UsageError, match=r": hidden_size of Medusa's heads is 128, and for this model it must be 256: take a draft model"
     ):
         resolve(Options(speculate=f"draft={medusa_heads(tmp_path, 128)}"), DEMO)
     tensors = {"0.0.linear.weight": numpy.zeros((0, 0), numpy.float32), "0.1.weight": numpy.zeros(4, numpy.float32)}
     save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    with pytest.raises(Mistake, match=r": hidden_size of Medusa's heads is 0, and for this model it must be 256"):
+    with pytest.raises(UsageError, match=r": hidden_size of Medusa's heads is 0, and for this model it must be 256"):
         resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
     save_file({"blocks.0.layers.0.weight": numpy.zeros(4, numpy.float32)}, tmp_path / "medusa_lm_head.safetensors")
-    with pytest.raises(Mistake, match=r": config.json says medusa_num_heads 2, and no tensor is named 0.0.linear.weight"):
+    with pytest.raises(UsageError, match=r": config.json says medusa_num_heads 2, and no tensor is named 0.0.linear.weight"):
         resolve(Options(speculate=f"draft={tmp_path}"), DEMO)
 
 

@@ -1,5 +1,8 @@
 """Where a model is found: the demo model, a folder, or the Hugging Face hub, whose client library is mocked or offline."""
 
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +14,7 @@ from huggingface_hub import errors
 from huggingface_hub.utils import filter_repo_objects
 
 from penstock.launcher import hub
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 
 
 def test_folder_is_used_as_it_is(tmp_path: Path) -> None:
@@ -23,7 +26,7 @@ def test_demo_model_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path)
     assert hub.locate("") == ("penstock-demo", tmp_path)
     monkeypatch.setattr(hub, "DEMO_FOLDER", tmp_path / "missing")
-    with pytest.raises(Mistake, match="lacks the embedded demo model"):
+    with pytest.raises(UsageError, match="lacks the embedded demo model"):
         hub.locate("")
 
 
@@ -84,7 +87,7 @@ def test_hub_metadata_gives_bytes_by_dtype(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         huggingface_hub, "list_repo_files", lambda *where, **more: ["deeper/model.safetensors", "consolidated.safetensors"]
     )
-    with pytest.raises(Mistake, match="owner/name has no weights as safetensors"):
+    with pytest.raises(UsageError, match="owner/name has no weights as safetensors"):
         hub.remote("owner/name", "")
 
 
@@ -96,7 +99,7 @@ def test_offline_without_cache_is_one_line_with_the_remedy(tmp_path: Path, monke
     """The real client library, in its offline mode, with an empty cache."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UsageError) as caught:
         hub.locate("owner/name", cache=str(tmp_path))
     assert "the hub can't be reached: go online (HF_HUB_OFFLINE unset), or copy the model here" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -109,16 +112,17 @@ def test_offline_without_cache_is_one_line_with_the_remedy(tmp_path: Path, monke
         (errors.GatedRepoError, "asks for consent"),
         (errors.RevisionNotFoundError, "has no revision main"),
         (errors.HfHubHTTPError, "could not be downloaded: 500 so to speak"),
+        (EOFError, "could not be downloaded: 500 so to speak"),  # stands for those of the HTTP client, such as a cut connection
     ],
 )
-def test_hub_errors_are_one_line(error: type[errors.HfHubHTTPError], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_errors_are_one_line(error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def download(repository: str, **arguments: Any) -> str:
         raised = error.__new__(error)  # its constructor needs an HTTP response
         Exception.__init__(raised, "500\nso to speak")
         raise raised
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UsageError) as caught:
         hub.locate("owner/name", revision="main")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -131,17 +135,47 @@ def test_name_that_is_neither_folder_nor_hub_id_is_refused(name: str, tmp_path: 
     if name == "..":
         assert hub.locate(name)[1] == tmp_path
         return
-    with pytest.raises(Mistake, match="no folder"):
+    with pytest.raises(UsageError, match="no folder"):
         hub.locate(name)
 
 
 def test_file_as_model_and_revision_of_a_folder_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
-    with pytest.raises(Mistake, match="is a file: name the folder"):
+    with pytest.raises(UsageError, match="is a file: name the folder"):
         hub.locate(str(tmp_path / "config.json"))
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(Mistake, match=r"model\.gguf is a file: name the folder .* GGUF is not supported"):
+    with pytest.raises(UsageError, match=r"model\.gguf is a file: name the folder .* GGUF is not supported"):
         hub.locate(str(tmp_path / "model.gguf"))
     for model in (str(tmp_path), "", *hub.DRAFTS):
-        with pytest.raises(Mistake, match=f"--revision abc is for models of the hub, not {model or 'the demo model'}: leave"):
+        with pytest.raises(UsageError, match=f"--revision abc is for models of the hub, not {model or 'the demo model'}: leave"):
             hub.locate(model, revision="abc")
+
+
+def test_refusal_of_the_hub_is_named_when_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(repository: str, **arguments: Any) -> str:
+        refusal = errors.HfHubHTTPError.__new__(errors.HfHubHTTPError)
+        Exception.__init__(refusal, "429 Too Many Requests")
+        raise errors.LocalEntryNotFoundError("no copy") from refusal
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(UsageError, match=r"the hub can't be reached \(429 Too Many Requests\): go online"):
+        hub.locate("owner/name")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_a_download_at_once(number: int) -> None:
+    """The hub's client waits for its threads before it passes a KeyboardInterrupt on."""
+    code = (
+        "import signal, sys, time, huggingface_hub\nfrom concurrent.futures import ThreadPoolExecutor\n"
+        "from penstock.launcher import hub\n"
+        "def download(*where, **more):\n    with ThreadPoolExecutor() as pool:\n        thread = pool.submit(time.sleep, 60)\n"
+        "        print('downloads', flush=True)\n        thread.result()\n"
+        "huggingface_hub.snapshot_download = download\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "hub.locate('owner/name')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "downloads\n"
+        process.send_signal(number)
+        _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (128 + number, "")

@@ -1,4 +1,4 @@
-"""Multi-node groups: node 0's roll call of the nodes (in this process), then whole launchers of nodes that register, start, restart
+"""Multi-node groups: node 0's register of the nodes (in this process), then whole launchers of nodes that register, start, restart
 and stop together (`run_node.py`, with fake processes as ranks)."""
 
 import dataclasses
@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import machine, node_messages, roll_call
+from penstock.launcher import machine, membership, node_messages
+from penstock.launcher.membership import Membership
 from penstock.launcher.node_messages import Hello
-from penstock.launcher.roll_call import RollCall
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
 from penstock.shard.config import ShardConfig
@@ -35,11 +35,11 @@ def hello(node: int, start: str = "a", **terms: str) -> Hello:
     return Hello(node=node, start=start, address=f"10.0.0.{node}", ports=(1, 2), terms={**TERMS, **terms})
 
 
-# The roll call
+# The register of nodes
 
 
-def test_roll_call_is_complete_when_all_nodes_are_present_and_idle() -> None:
-    roll = RollCall(3, TERMS)
+def test_membership_is_complete_when_all_nodes_are_present_and_idle() -> None:
+    roll = Membership(3, TERMS)
     assert roll.missing() == "node 1 and node 2 of 3"
     roll.enter(hello(2))
     assert (roll.complete, roll.missing()) == (False, "node 1 of 3")
@@ -57,7 +57,7 @@ def test_roll_call_is_complete_when_all_nodes_are_present_and_idle() -> None:
 
 
 def test_late_nodes_are_named_with_the_timeout() -> None:
-    roll = RollCall(3, TERMS)
+    roll = Membership(3, TERMS)
     assert roll.late(60).startswith("node 1 and node 2 of 3 have not come within 60 s (--node-timeout): ")
     roll.enter(hello(1))
     assert roll.late(1.5).startswith("node 2 of 3 has not come within 1.5 s (--node-timeout): ")
@@ -85,14 +85,14 @@ def test_late_nodes_are_named_with_the_timeout() -> None:
         (hello(1, later="yes"), "later is yes there and unknown on node 0"),
     ],
 )
-def test_roll_call_objects_to_a_node_with_other_terms(candidate: Hello, expected: str) -> None:
-    objection = RollCall(3, TERMS).objection(candidate)
+def test_membership_objects_to_a_node_with_other_terms(candidate: Hello, expected: str) -> None:
+    objection = Membership(3, TERMS).objection(candidate)
     assert expected in objection
     assert bool(expected) == bool(objection)
 
 
 def test_second_launcher_of_a_present_node_is_a_rival() -> None:
-    roll = RollCall(3, TERMS)
+    roll = Membership(3, TERMS)
     roll.enter(hello(1))
     assert roll.rival(hello(1)) == ""  # the same launcher, which has lost its connection and comes again
     assert roll.rival(hello(1, "b")).startswith("node 1 is there already, from 10.0.0.1")
@@ -103,12 +103,12 @@ def test_second_launcher_of_a_present_node_is_a_rival() -> None:
 def test_terms_include_every_shard_setting_except_a_ranks_own() -> None:
     """Settings that are added later are compared too, unless they are listed as a rank's own."""
     names = {field.name for field in dataclasses.fields(ShardConfig)}
-    assert names >= roll_call.OWN
+    assert names >= membership.OWN
     shard = ShardConfig(folder="/here", model="m", page_size=4)
-    collected = roll_call.terms(shard, 2, "abc", {"penstock": "1"})
-    assert set(collected) == names - roll_call.OWN | {"penstock", "weights", "nodes"}
+    collected = membership.terms(shard, 2, "abc", {"penstock": "1"})
+    assert set(collected) == names - membership.OWN | {"penstock", "weights", "nodes"}
     assert collected["page_size"] == "4"
-    assert roll_call.terms(dataclasses.replace(shard, folder="/there", rank=1), 2, "abc", {"penstock": "1"}) == collected
+    assert membership.terms(dataclasses.replace(shard, folder="/there", rank=1), 2, "abc", {"penstock": "1"}) == collected
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launcher import machine
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 from penstock.proto import process
 
 
@@ -77,11 +77,11 @@ def test_error_for_a_port_in_use_names_the_process() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        with pytest.raises(Mistake, match=rf"port {port} is in use by process {os.getpid()} \(.+\): choose another with --port"):
+        with pytest.raises(UsageError, match=rf"port {port} is in use by process {os.getpid()} \(.+\): choose another with --port"):
             machine.check_port("0.0.0.0", port)
     machine.check_port("0.0.0.0", port)
 
 
 def test_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(Mistake, match=r"can't listen on 192\.0\.2\.1: .*; --hostname takes an address of this machine, or 0"):
+    with pytest.raises(UsageError, match=r"can't listen on 192\.0\.2\.1: .*; --hostname takes an address of this machine, or 0"):
         machine.check_port("192.0.2.1", 3000)

@@ -12,8 +12,8 @@ import pytest
 
 from penstock.launcher import checkpoint, children, cli, machine, multi_node, plan
 from penstock.launcher.console import Console
+from penstock.launcher.errors import UsageError
 from penstock.launcher.machine import Machine
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.node_messages import Orders
 from penstock.launcher.options import Options
 from penstock.launcher.parts import Command
@@ -68,9 +68,9 @@ def test_num_shard_counts_the_ranks_of_all_nodes_and_must_divide_evenly() -> Non
     assert planned(Options(nnodes=2)).ranks == 2
     gpus = dataclasses.replace(MACHINE, gpu_memory=(1 << 30,) * 2)
     assert (planned(Options(nnodes=2), gpus).ranks, planned(Options(), gpus).ranks) == (4, 1)
-    with pytest.raises(Mistake, match="--num-shard 3 counts the ranks of all nodes, which share them evenly: --nnodes is 2"):
+    with pytest.raises(UsageError, match="--num-shard 3 counts the ranks of all nodes, which share them evenly: --nnodes is 2"):
         planned(Options(nnodes=2, num_shard=3))
-    with pytest.raises(Mistake, match="--num-shard 8, 4 of them on this node, but there are 2 GPUs"):
+    with pytest.raises(UsageError, match="--num-shard 8, 4 of them on this node, but there are 2 GPUs"):
         planned(Options(nnodes=2, num_shard=8), gpus)
 
 
@@ -91,7 +91,7 @@ def test_node_0_starts_the_first_ranks_on_unix_sockets(tmp_path: Path) -> None:
         assert [command.environment for command in leader._commands] == [
             {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
         ] * 2
-        with pytest.raises(Mistake, match=r"127.0.0.1:\d+ is in use: choose another --master-port, on all nodes"):
+        with pytest.raises(UsageError, match=r"127.0.0.1:\d+ is in use: choose another --master-port, on all nodes"):
             multi_node.lead(node)
     finally:
         leader.close(0)
@@ -164,7 +164,7 @@ def test_digest_depends_on_config_and_weight_sizes(tmp_path: Path) -> None:
     ],
 )
 def test_listening_without_certificates_must_be_allowed_unless_on_loopback(settings: dict[str, str], error: str) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UsageError) as caught:
         multi_node.checked(Options(**settings), settings["master_addr"])
     assert error in str(caught.value)
     assert multi_node.checked(Options(master_addr="10.0.0.1", insecure_nodes=True), "10.0.0.1") is None
@@ -184,7 +184,7 @@ def test_certificates_that_other_nodes_would_refuse_are_refused(authority: tuple
         (misnamed, "certificate is not valid for 'penstock'"),
         ((own_files[0], foreign_files[1], own_files[2]), "key values mismatch"),
     ):
-        with pytest.raises(Mistake) as caught:
+        with pytest.raises(UsageError) as caught:
             assert_accepted(*files)
         assert error in str(caught.value)
         assert "would be refused by other nodes" in str(caught.value)
@@ -197,13 +197,15 @@ def test_master_addr_must_be_an_address_of_node_0(tmp_path: Path, monkeypatch: p
         settings = {"master_addr": name, "master_port": 1, "insecure_nodes": True, "node_timeout": 0.1}
         multi_node.lead(make_node(tmp_path, node_rank=0, **settings))
 
-    with pytest.raises(Mistake, match=r"--master-addr 192.0.2.1 is no address of this machine, which is node 0"):
+    with pytest.raises(UsageError, match=r"--master-addr 192.0.2.1 is no address of this machine, which is node 0"):
         lead("192.0.2.1")
-    with pytest.raises(Mistake, match=r"--master-addr node07 is 127.0.1.1 here \(/etc/hosts says so\), where no other node comes"):
+    with pytest.raises(
+        UsageError, match=r"--master-addr node07 is 127.0.1.1 here \(/etc/hosts says so\), where no other node comes"
+    ):
         lead("node07", "127.0.1.1")
     monkeypatch.undo()
     monkeypatch.setattr(socket, "getaddrinfo", raise_unknown_host)
-    with pytest.raises(Mistake, match="--master-addr node07 has no address: is its name known here"):
+    with pytest.raises(UsageError, match="--master-addr node07 has no address: is its name known here"):
         multi_node.lead(make_node(tmp_path, node_rank=0, master_addr="node07", insecure_nodes=True, node_timeout=0.1))
 
 

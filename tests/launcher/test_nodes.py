@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.launcher import cli, command_line, nodes, options
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 from penstock.launcher.options import Options
 
 TORCHRUN = {
@@ -127,7 +127,7 @@ def test_flags_override_the_environment() -> None:
     ],
 )
 def test_invalid_node_settings_are_refused(line: str, environment: dict[str, str], error: str) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UsageError) as caught:
         settle_nodes(line, **environment)
     assert error in str(caught.value)
 

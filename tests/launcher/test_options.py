@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launcher import cli, command_line, option_types, options
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 from penstock.launcher.options import Options
 from penstock.router.config import RouterConfig
 from penstock.shard.config import ShardConfig
@@ -179,10 +179,23 @@ def test_hostname_variable_is_used_only_if_it_is_an_ip_address() -> None:
     ],
 )
 def test_invalid_options_are_refused_in_one_line(line: str, environment: dict[str, str], error: str) -> None:
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UsageError) as caught:
         parse(line, **environment)
     assert error in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [[""], ["--model-id", ""], ["--model-id="]])
+def test_empty_model_is_refused_instead_of_serving_the_demo_model(arguments: list[str]) -> None:
+    with pytest.raises(UsageError, match="MODEL is empty: name a folder or a hub id"):
+        command_line.parse(cli._parsers()[1]["serve"], arguments, {})
+
+
+def test_file_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(UsageError, match="there is no such file"):
+        parse(f"--chat-template {loop}")
 
 
 def test_kv_pages_and_max_batch_total_tokens_may_both_be_given_if_they_agree() -> None:
@@ -209,7 +222,7 @@ def test_every_setting_of_the_router_has_a_flag() -> None:
         "folder",
         "model",
         "groups",
-        "complaints",
+        "hang_reports",
         "api_keys",
         "adapters",
         "images_asked",

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.launcher import checkpoint, plan
 from penstock.launcher.checkpoint import Checkpoint
+from penstock.launcher.errors import UsageError
 from penstock.launcher.hub import HubWeights
 from penstock.launcher.machine import Machine
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.shard import graph_sizes
 
@@ -67,7 +67,7 @@ def test_checkpoint_of_files_listed_in_an_index(tmp_path: Path) -> None:
     model = checkpoint.read(tmp_path, "auto")
     assert (model.dtype, model.bytes, model.files) == ("float16", 30, 2)
     (tmp_path / "two.safetensors").unlink()
-    with pytest.raises(Mistake, match=r"lacks two.safetensors, which its index names: complete the download"):
+    with pytest.raises(UsageError, match=r"lacks two.safetensors, which its index names: complete the download"):
         checkpoint.read(tmp_path, "auto")
 
 
@@ -109,7 +109,7 @@ def test_invalid_total_size_of_an_index_is_ignored(tmp_path: Path, total: str) -
 
 def test_incomplete_or_broken_folders_are_refused(tmp_path: Path) -> None:
     def error_message() -> str:
-        with pytest.raises(Mistake) as caught:
+        with pytest.raises(UsageError) as caught:
             checkpoint.read(tmp_path, "auto")
         return str(caught.value)
 
@@ -203,7 +203,7 @@ def test_quantized_checkpoint_is_described_and_its_size_estimated(tmp_path: Path
     planned = plan.divide(Options(device="cuda"), model, GPUS)
     assert planned.dtype == "bfloat16"
     assert "weights       bfloat16, 4.9 KiB in 1 file; int4 by gptq\n" in plan.table(planned, "x")
-    with pytest.raises(Mistake, match=r"--quantize awq, but the checkpoint is gptq with int4 already: leave --quantize out"):
+    with pytest.raises(UsageError, match=r"--quantize awq, but the checkpoint is gptq with int4 already: leave --quantize out"):
         plan.divide(Options(quantize="awq"), model, MACHINE)
     missing = replace(model, files=0, here=False)
     unquantized, quantized = (
@@ -260,7 +260,7 @@ def test_quantization_config_in_a_file_of_its_own(tmp_path: Path) -> None:
     planned = plan.divide(Options(device="cuda"), checkpoint.read(tmp_path, "auto"), GPUS)
     assert "; fp8 by modelopt\n" in plan.table(planned, "x")
     quantization_file.write_text("{")
-    with pytest.raises(Mistake, match=r"hf_quant_config.json can't be read \(.*\): download it again"):
+    with pytest.raises(UsageError, match=r"hf_quant_config.json can't be read \(.*\): download it again"):
         checkpoint.read(tmp_path, "auto")
 
 
@@ -415,7 +415,7 @@ def test_impossible_plans_are_refused_in_one_line(
     options: Options, config: dict[str, Any], machine: Machine, message: str, tmp_path: Path
 ) -> None:
     model = complete_checkpoint(tmp_path, **config)
-    with pytest.raises(Mistake) as caught:
+    with pytest.raises(UsageError) as caught:
         plan.divide(options, model, machine)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -427,10 +427,10 @@ def test_kv_offload_is_planned_from_host_memory_and_refused_for_recurrent_states
     planned = plan.divide(options, complete_checkpoint(tmp_path), GPUS)
     assert planned.offload_bytes == 3 << 28
     assert "  offloaded    768.0 MiB  of the host's memory" in plan.table(planned, "a name").splitlines()
-    with pytest.raises(Mistake, match=r"--kv-offload-gib 1e\+06: of this machine's memory .* can be taken"):
+    with pytest.raises(UsageError, match=r"--kv-offload-gib 1e\+06: of this machine's memory .* can be taken"):
         plan.make(Options(kv_offload_gib=1e6), complete_checkpoint(tmp_path))
     linear = complete_checkpoint(tmp_path, architectures=["Qwen3_5ForCausalLM"], num_hidden_layers=4, head_dim=32)
-    with pytest.raises(Mistake, match="remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"):
+    with pytest.raises(UsageError, match="remembers what is in no page, so pages are of no use alone: leave --kv-offload-gib out"):
         plan.divide(Options(kv_offload_gib=1.0), linear, MACHINE)
 
 

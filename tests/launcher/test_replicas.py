@@ -9,8 +9,8 @@ import pytest
 
 from penstock.launcher import banner, checkpoint, children, command_line, hub, plan, replicas, serve
 from penstock.launcher.console import Console
+from penstock.launcher.errors import UsageError
 from penstock.launcher.machine import Machine
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.tests.launcher.test_cli import CONFIG
 
@@ -49,7 +49,7 @@ def test_gpu_memory_of_a_rank_is_the_smallest_among_the_replicas(settings: dict[
     ],
 )
 def test_too_few_gpus_for_the_replicas_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UsageError, match=message):
         replicas.share(Options(**settings), GPUS)
 
 
@@ -141,5 +141,5 @@ def test_replica_flag_may_be_repeated_or_list_rank_groups_with_semicolons() -> N
     ],
 )
 def test_contradictory_replica_flags_are_refused(flags: list[str], message: str) -> None:
-    with pytest.raises(Mistake, match=message):
+    with pytest.raises(UsageError, match=message):
         parsed(*flags)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launcher import rundir
-from penstock.launcher.mistake import Mistake
+from penstock.launcher.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def test_private_folder_is_removed_if_its_lock_fails(parent: Path, monkeypatch: 
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(fcntl, "flock", raise_no_space)
-    with pytest.raises(Mistake, match="the temporary folder can't be written to"), rundir.private():
+    with pytest.raises(UsageError, match="the temporary folder can't be written to"), rundir.private():
         pass
     assert list(parent.iterdir()) == []
 
@@ -97,7 +97,7 @@ def test_prefix_in_use_by_another_server_is_refused(parent: Path) -> None:
         assert paths == [f"{parent}/p-0", f"{parent}/p-1", f"{parent}/p-relay"]
         Path(paths[0]).touch()
         with (
-            pytest.raises(Mistake, match="in use by another server"),
+            pytest.raises(UsageError, match="in use by another server"),
             rundir.prefixed(f"{parent}/p", ["0"]),
         ):
             pass
@@ -109,7 +109,7 @@ def test_stale_socket_is_removed_and_a_live_one_refused(parent: Path, monkeypatc
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("p-0")
         server.listen()
-        with pytest.raises(Mistake, match="a live process listens on"), rundir.prefixed("p", ["0"]):
+        with pytest.raises(UsageError, match="a live process listens on"), rundir.prefixed("p", ["0"]):
             pass
     assert Path("p-0").exists()
     with rundir.prefixed("p", ["0"]):
@@ -118,12 +118,12 @@ def test_stale_socket_is_removed_and_a_live_one_refused(parent: Path, monkeypatc
 
 def test_prefix_where_sockets_cannot_be_made_is_refused(parent: Path) -> None:
     (parent / "p-0").write_text("precious")
-    with pytest.raises(Mistake, match="exists and is no socket"), rundir.prefixed(f"{parent}/p", ["0"]):
+    with pytest.raises(UsageError, match="exists and is no socket"), rundir.prefixed(f"{parent}/p", ["0"]):
         pass
     assert (parent / "p-0").read_text() == "precious"
-    with pytest.raises(Mistake, match="there is no folder"), rundir.prefixed(f"{parent}/none/p", ["0"]):
+    with pytest.raises(UsageError, match="there is no folder"), rundir.prefixed(f"{parent}/none/p", ["0"]):
         pass
-    with pytest.raises(Mistake, match="is longer than the 107 bytes"), rundir.prefixed(f"{parent}/{'x' * 100}", ["0"]):
+    with pytest.raises(UsageError, match="is longer than the 107 bytes"), rundir.prefixed(f"{parent}/{'x' * 100}", ["0"]):
         pass
 
 

@@ -360,7 +360,7 @@ def test_console_survives_a_full_disk() -> None:
     with full_disk() as full:
         console = Console(False, full, full)
         for _ in range(3):
-            console.say("x" * 10_000)
+            console.info("x" * 10_000)
             console.relay("shard 0", "y", True)
 
 

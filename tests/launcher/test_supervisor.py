@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from penstock.launcher import machine
+from penstock.launcher.event_sources import ECHO
 from penstock.launcher.restarts import LONGEST_DELAY, WINDOW, Restarts
-from penstock.launcher.watching import ECHO
 from penstock.tests.launcher.monitored_process import MonitoredProcess
 
 RUN_SUPERVISOR = str(Path(__file__).with_name("run_supervisor.py"))
@@ -240,12 +240,32 @@ def test_dead_replica_is_restarted_and_given_up_without_the_others(launch: Calla
     assert all_ended(launcher.pids(), 0)
 
 
+@pytest.mark.parametrize("replicas", [True, False])
+def test_replica_that_cannot_be_started_again_is_given_up(launch: Callable[..., Launcher], tmp_path: Path, replicas: bool) -> None:
+    """The exit code is 1: with 2 a service manager would not try again."""
+    python = tmp_path / "python"
+    python.symlink_to(sys.executable)
+    launcher = launch("serves", f"by+{python}", *["runs"] * replicas, restarts=1, replicas=replicas)
+    launcher.read_until_up(2 + replicas)
+    python.unlink()
+    os.kill(launcher.pids("shard-0")[-1], signal.SIGKILL)
+    name = "replica 0" if replicas else "the shards"
+    launcher.read_until(f"^penstock: {name} can't be started: .*No such file or directory")
+    if replicas:
+        launcher.read_until("^penstock: replica 0 died more than 1 times .*: the other replicas go on$")
+        assert launcher.process.poll() is None
+        launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait_for_exit() == (0 if replicas else 1)
+    assert all_ended(launcher.pids(), 1)
+
+
 def test_killed_router_is_restarted_and_the_shards_stay(launch: Callable[..., Launcher]) -> None:
     launcher = launch("serves", "runs", restarts=1)
     launcher.read_until_up(2)
-    os.kill(launcher.pids("router")[0], signal.SIGKILL)
+    os.kill(launcher.pids("router")[0], signal.SIGRTMIN + 6)  # which has no name
     launcher.read_until("^penstock: ready again after")
     assert [len(launcher.pids(name)) for name in ("router", "shard-0")] == [2, 1]
+    assert f"penstock: router was killed by signal {signal.SIGRTMIN + 6}" in launcher.lines
     launcher.process.kill()  # restarted processes must not be orphaned either
     launcher.wait_for_exit()
     assert all_ended(launcher.pids(), 5)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from penstock.launcher import children, cli, command_line, machine, options, tgi
+from penstock.launcher.errors import UsageError
 from penstock.launcher.machine import Machine
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.tests import serving
 
@@ -181,7 +181,7 @@ def test_options_that_would_change_the_computation_are_refused(name: str, value:
         ([name] if value is None else [name, value], {}, name),
         ([], {name[2:].replace("-", "_").upper(): value or "true"}, name[2:].replace("-", "_").upper()),
     ):
-        with pytest.raises(Mistake) as caught:
+        with pytest.raises(UsageError) as caught:
             translate_and_parse(*arguments, **environment)
         assert str(caught.value).startswith(source if value is None else f"{source}={value}")
         assert "penstock lacks it: " in str(caught.value)
@@ -241,9 +241,9 @@ def test_otlp_endpoint_without_a_scheme_is_accepted() -> None:
     parsed, [remark] = translate_and_parse(OTLP_ENDPOINT="collector:4317\n")
     assert parsed.otlp_endpoint == "http://collector:4318"
     assert remark == "traces go over OTLP/HTTP: to http://collector:4318 instead of collector:4317"
-    with pytest.raises(Mistake, match=r"^OTLP_ENDPOINT=grpc://collector:4317: a URL such as .* is needed$"):
+    with pytest.raises(UsageError, match=r"^OTLP_ENDPOINT=grpc://collector:4317: a URL such as .* is needed$"):
         translate_and_parse(OTLP_ENDPOINT="grpc://collector:4317")
-    with pytest.raises(Mistake, match=r"^--otlp-endpoint=a b: a URL"):
+    with pytest.raises(UsageError, match=r"^--otlp-endpoint=a b: a URL"):
         translate_and_parse("--otlp-endpoint", "a b", OTLP_ENDPOINT="http://other")
 
 
@@ -272,7 +272,7 @@ def test_memory_fraction_is_multiplied_by_tgis_wiggle_room() -> None:
     assert translate_and_parse(CUDA_MEMORY_FRACTION="1.0")[0].cuda_memory_fraction == 0.9
     assert translate_and_parse("--cuda-memory-fraction", "0.5", TGI_WIGGLE_ROOM="0.8")[0].cuda_memory_fraction == 0.4
     assert translate_and_parse(TGI_WIGGLE_ROOM="0.8")[0].cuda_memory_fraction == 0.8
-    with pytest.raises(Mistake, match="a number above 0"):
+    with pytest.raises(UsageError, match="a number above 0"):
         translate_and_parse("--cuda-memory-fraction", "2")
 
 
@@ -313,7 +313,9 @@ def test_quantization_libraries_are_mapped_to_int8_or_refused() -> None:
         assert remarks == [f"--quantize={name} rounds weights as penstock's int8 does"]
     assert translate_and_parse(QUANTIZE="fp8")[0].quantize == "fp8"
     assert translate_and_parse("--quantize", "int4", QUANTIZE="marlin")[0].quantize == "int4"
-    with pytest.raises(Mistake, match=r"^QUANTIZE=marlin is text-generation-inference's, and penstock lacks it: leave it out if"):
+    with pytest.raises(
+        UsageError, match=r"^QUANTIZE=marlin is text-generation-inference's, and penstock lacks it: leave it out if"
+    ):
         translate_and_parse(QUANTIZE="marlin")
 
 

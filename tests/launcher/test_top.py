@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from penstock.launcher import top
+from penstock.launcher.errors import UsageError
 from penstock.launcher.machine import free_port
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.top import MetricSums, Row
 from penstock.router.metrics import REPLICA_GAUGES, Metrics
 
@@ -253,14 +253,15 @@ def test_command_runs_in_a_terminal_until_ctrl_c(fake_server: str) -> None:
         os.close(own_end)
 
 
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "host:0"])
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "host:0", "http://[::1", "a..b"])
 def test_invalid_url_is_refused(url: str) -> None:
-    with pytest.raises(Mistake, match="is no URL of a server: http://HOST:PORT is needed"):
+    with pytest.raises(UsageError, match="is no URL of a server: http://HOST:PORT is needed"):
         top.Server(url, "", 1.0)
 
 
 def test_invalid_interval_ends_with_one_line_and_exit_code_2() -> None:
-    answer = run("--interval", "0")
-    assert answer.returncode == 2
-    assert answer.stderr.count("\n") == 1
-    assert "0: a number of seconds above 0 is needed" in answer.stderr
+    for interval in ("0", "1e12"):
+        answer = run("--interval", interval)
+        assert answer.returncode == 2
+        assert answer.stderr.count("\n") == 1
+        assert f"{interval}: a number of seconds above 0, and up to 1,000,000,000, is needed" in answer.stderr

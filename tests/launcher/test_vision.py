@@ -10,8 +10,8 @@ import safetensors.torch
 
 from penstock.launcher import checkpoint, children, option_types, plan, vision
 from penstock.launcher.checkpoint import Checkpoint
+from penstock.launcher.errors import UsageError
 from penstock.launcher.machine import Machine
-from penstock.launcher.mistake import Mistake
 from penstock.launcher.options import Options
 from penstock.proto import images, rpc
 
@@ -41,7 +41,7 @@ def test_images_are_taken_by_default_if_the_model_has_an_encoder(model: Checkpoi
 
 
 def test_images_larger_than_a_message_are_refused(model: Checkpoint) -> None:
-    with pytest.raises(Mistake, match=r"-images 8 and --max-image-pixels 10000000 are 240000000 bytes .* lower one of them"):
+    with pytest.raises(UsageError, match=r"-images 8 and --max-image-pixels 10000000 are 240000000 bytes .* lower one of them"):
         vision.resolve(Options(max_image_pixels=10_000_000), model)
     assert vision.resolve(Options(max_image_pixels=10_000_000, max_images=2), model).images == 2
     assert all(length >= 2 * images.MOST for _, length in rpc.OPTIONS)
@@ -51,7 +51,7 @@ def test_image_limit_of_models_with_a_fixed_image_size(model: Checkpoint) -> Non
     """Their size is set by the model, not by --max-image-pixels."""
     gemma = replace(model, config={"model_type": "gemma3", "vision_config": {"image_size": 896}})
     assert vision.resolve(Options(max_images=50, max_image_pixels=100), gemma).images == 50
-    with pytest.raises(Mistake, match=r"images 60 and the model's 802816 pixels of each are 144506880 bytes .* lower the first"):
+    with pytest.raises(UsageError, match=r"images 60 and the model's 802816 pixels of each are 144506880 bytes .* lower the first"):
         vision.resolve(Options(max_images=60, max_image_pixels=100), gemma)
     assert "image_size None" in vision.resolve(Options(), replace(gemma, config={"model_type": "gemma3", "vision_config": {}})).why
 
@@ -59,7 +59,9 @@ def test_image_limit_of_models_with_a_fixed_image_size(model: Checkpoint) -> Non
 def test_text_models_take_no_images() -> None:
     text = Checkpoint(folder=Path(), config={"model_type": "llama"}, dtype="float32", bytes=0, files=1)
     assert vision.resolve(Options(), text) == vision.Vision()
-    with pytest.raises(Mistake, match=r"--max-images 2, but images are seen by models of type .*gemma3, .*'llama'.*--max-images 0"):
+    with pytest.raises(
+        UsageError, match=r"--max-images 2, but images are seen by models of type .*gemma3, .*'llama'.*--max-images 0"
+    ):
         vision.resolve(Options(max_images=2), text)
 
 
@@ -75,7 +77,7 @@ def test_missing_encoder_or_packages_turn_images_off_with_a_reason(
     ):
         assert reason in vision.resolve(Options(), other).why
         assert not vision.resolve(Options(), other).images
-        with pytest.raises(Mistake, match=reason):
+        with pytest.raises(UsageError, match=reason):
             vision.resolve(Options(max_images=1), other)
     monkeypatch.setattr(vision, "find_spec", lambda name: None if name == "PIL" else find_spec(name))
     assert vision.resolve(Options(), model).why == "images need pillow: pip install -e '.[images]' in the checkout"
@@ -87,7 +89,7 @@ def test_image_limit_for_shards_started_separately(folder: Path, tmp_path: Path)
     assert vision.of(Options(max_images=0), folder) == 0
     assert vision.of(Options(), tmp_path) == 0
     assert vision.of(Options(max_images=0), tmp_path) == 0
-    with pytest.raises(Mistake, match=r"config\.json"):
+    with pytest.raises(UsageError, match=r"config\.json"):
         vision.of(Options(max_images=1), tmp_path)
 
 
@@ -102,13 +104,13 @@ def test_image_encoder_is_planned_in_memory(folder: Path, model: Checkpoint) -> 
     encoder_bytes = sum(tensor.numel() for name, tensor in stored.items() if "visual." in name) * 4
     planned = plan.divide(Options(kv_pages=9), model, MACHINE)
     assert planned.vision.images == 8
-    assert planned.sight_bytes == encoder_bytes > 0
+    assert planned.encoder_bytes == encoder_bytes > 0
     assert "up to 8 of a request (--max-images)" in plan.table(planned, "name")
     without = plan.divide(Options(kv_pages=9, max_images=0), model, MACHINE)
-    assert without.sight_bytes == 0
+    assert without.encoder_bytes == 0
     assert "images" not in plan.table(without, "name")
     half = plan.divide(Options(kv_pages=9, dtype="bfloat16"), model, MACHINE)
-    assert half.sight_bytes == encoder_bytes // 2
+    assert half.encoder_bytes == encoder_bytes // 2
 
 
 def test_encoder_is_found_by_its_tensor_names_in_other_checkpoints(folder: Path, tmp_path: Path, model: Checkpoint) -> None:

@@ -398,7 +398,7 @@ def test_hanging_rank_counts_as_lost_and_is_reported_to_the_launcher(tmp_path: P
         assert before <= float(connected) <= after
         assert text == "shard rank 0 has not answered for 0.3 s\n"
 
-    serve(tmp_path, 1, test, step_timeout=0.3, complaints=str(pipe))
+    serve(tmp_path, 1, test, step_timeout=0.3, hang_reports=str(pipe))
 
 
 @pytest.mark.parametrize("pipe", [False, True])
@@ -408,7 +408,7 @@ def test_hang_is_logged_if_the_launcher_does_not_read_the_pipe(
     """The launcher may have ended, and its pipe may be gone or not."""
     if pipe:
         os.mkfifo(tmp_path / "pipe")
-    shards = GrpcShards(["h:1"], complaints=str(tmp_path / "pipe"))
+    shards = GrpcShards(["h:1"], hang_reports=str(tmp_path / "pipe"))
     assert str(shards._hung(0, 2.0)) == "shard rank 0 has not answered for 2 s"
     assert "nobody hears that shard rank 0 has not answered" in caplog.text
 

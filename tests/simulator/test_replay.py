@@ -204,6 +204,13 @@ def test_refused_and_impossible_requests_are_counted() -> None:
     assert (measures.finished, measures.refused, measures.impossible) == (1, 1, 1)
 
 
+def test_requests_of_the_same_moment_that_never_fit_take_no_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival": 0, "prompt": 900, "output": 5}\n' * 3)
+    assert command.main(["--trace", str(path), "--kv-pages", "2"]) == 0
+    assert "0 requests in 0.0 s, 3 could never fit" in capsys.readouterr().out
+
+
 def test_tenant_with_few_requests_is_admitted_beyond_the_limit_as_in_the_router() -> None:
     setting = Setting(speed=ONE_SECOND_STEPS, bounds=BOUNDS, concurrent=2)
     first = [Request(0.1 * i, 10, (3,), 3, tenant="a") for i in range(3)]
@@ -290,6 +297,7 @@ def test_machine_holds_the_same_number_of_tokens_with_any_page_size() -> None:
         (["--bursts", "1e-200"], "error: --poisson, --bursts or --waves is too near to 0 to reckon with"),
         (["--waves", "1e-320"], "error: --poisson, --bursts or --waves is too near to 0 to reckon with"),
         (["--hurry", "1e-320"], "error: --poisson, --bursts or --hurry is so near to 0 that requests never come"),
+        (["--write", "/dev/full"], "error: /dev/full: No space left on device"),
         (["--policy", "none"], "argument --policy/--prefill-policy: invalid choice: 'none'"),
     ],
 )
@@ -318,9 +326,19 @@ def test_closed_stdout_pipe_is_not_an_error() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     arguments = [sys.executable, "-m", "penstock.simulator", "--requests", "5"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open(write_end, "wb") as pipe:
-        answer = subprocess.run(arguments, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60)
+        answer = subprocess.run(arguments, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
     assert (answer.returncode, answer.stderr) == (0, "")
+
+
+def test_ctrl_c_ends_with_exit_code_130_and_no_traceback() -> None:
+    code = (
+        "import runpy\nfrom penstock.simulator.replay import Replay\ndef interrupted(self): raise KeyboardInterrupt\n"
+        "Replay.run = interrupted\nrunpy.run_module('penstock.simulator', run_name='__main__', alter_sys=True)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (answer.returncode, answer.stderr) == (130, "")
 
 
 def test_plot_is_written_as_svg(tmp_path: Path) -> None:

@@ -150,3 +150,10 @@ def test_invalid_line_is_reported_with_file_and_line(tmp_path: Path, line: str, 
     with pytest.raises(ValueError, match=r"trace\.jsonl, line 2") as caught:
         trace.read(path)
     assert message in str(caught.value)
+
+
+def test_csv_field_that_is_too_long_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{'1' * 200_000},1,1\n")
+    with pytest.raises(ValueError, match="field larger than field limit"):
+        trace.read(path)

@@ -3,6 +3,7 @@
 Knows processes and /proc (Linux), not what the server is asked.
 """
 
+import ctypes
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ START = 600.0  # seconds until it is ready, which takes long with a large model
 STOP = 60.0
 POLL = 0.02
 PROC = Path("/proc")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 HOST = "127.0.0.1"
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment reaches this machine's ports
 RANK = re.compile(r'"rank": ?(\d+)')  # in a shard's settings, on its command line
 
 
@@ -40,7 +43,7 @@ class HeldResources:
     sockets: int
 
 
-class Local:
+class LocalServer:
     """The launcher and all that it starts. As a context it waits until the server is ready, and kills it in the end."""
 
     def __init__(
@@ -62,10 +65,15 @@ class Local:
         command = [sys.executable, "-m", module, "serve", *flags, "--hostname", HOST, "--port", str(self.port)]
         with log.open("w") as out:
             self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_die_with(os.getpid()),
             )
 
-    def __enter__(self) -> "Local":
+    def __enter__(self) -> "LocalServer":
         try:
             self._wait_until_ready()
         except BaseException:
@@ -88,7 +96,7 @@ class Local:
 
     def _is_ready(self) -> bool:
         try:
-            urllib.request.urlopen(f"{self.url}/health", timeout=5).close()
+            DIRECT.open(f"{self.url}/health", timeout=5).close()
         except urllib.error.HTTPError:
             ready = False
         except OSError:  # nothing listens yet
@@ -129,6 +137,18 @@ class Local:
             with suppress(OSError):  # it has just ended
                 found[name] = held(pid)
         return found
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """A function to run in a child before its program: the kernel kills the child when this process ends, however it ends."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def bind() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return bind
 
 
 def held(pid: int) -> HeldResources:

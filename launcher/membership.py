@@ -30,7 +30,7 @@ def terms(config: ShardConfig, nodes: int, weights: str, versions: Mapping[str, 
     return {**versions, "weights": weights, "nodes": str(nodes), **same}
 
 
-class RollCall:
+class Membership:
     """The nodes that are there, as node 0 knows them."""
 
     def __init__(self, nodes: int, terms: Mapping[str, str]) -> None:

@@ -49,8 +49,8 @@ def watch_signals(inbox: socket.socket, put: Callable[[Signal], None]) -> None:
                     put(Signal(number))
 
 
-def watch_complaints(path: Path, put: Callable[[Hung], None]) -> None:
-    """Puts a Hung for each line of the pipe: see `RouterConfig.complaints`. It is opened for writing too, or it would end with a
+def watch_hang_reports(path: Path, put: Callable[[Hung], None]) -> None:
+    """Puts a Hung for each line of the pipe: see `RouterConfig.hang_reports`. It is opened for writing too, or it would end with a
     router."""
     with os.fdopen(os.open(path, os.O_RDWR), encoding="utf-8", errors="replace") as pipe:
         for line in pipe:
