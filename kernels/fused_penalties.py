@@ -7,9 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .sampling import Penalties
+from .sampling import LARGEST, Penalties
 
 ENTRIES = 256  # entries of `Penalties` per program
+MOST = tl.constexpr(LARGEST)
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -58,6 +59,7 @@ def penalize_kernel(
     factor = tl.load(repetition + row, mask=owner, other=1.0)
     count = (tally & 0x3FFFFFFF).to(tl.float32)
     value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
+    value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     value -= count * tl.load(frequency + row, mask=owner, other=0.0)
     value -= tl.where(count > 0, tl.load(presence + row, mask=owner, other=0.0), 0.0)
     tl.store(place, value, mask=owner)
