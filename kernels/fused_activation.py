@@ -22,6 +22,15 @@ def silu_or_gelu(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def softplus(x: tl.tensor) -> tl.tensor:
+    """log(1 + exp(x)), as in torch linear beyond 20. Where exp(x) is small, the first terms of the series: rounding would take
+    digits from 1 + exp(x), below -17 all of them. x: float32."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    small = power * (1.0 - power * (0.5 - power * (1.0 / 3.0 - power * 0.25)))
+    return tl.where(x > 20.0, x, tl.where(power < 0.03, small, tl.log(1.0 + power)))
+
+
+@triton.jit
 def limited(gate: tl.tensor, up: tl.tensor, LIMIT: tl.constexpr, STEEP: tl.constexpr, BEHIND: tl.constexpr) -> tl.tensor:
     """As `reference.gated` with a clamp. gate, up: float32."""
     up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)

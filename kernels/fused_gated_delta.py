@@ -16,6 +16,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from .compilation import Compilation
+from .fused_activation import softplus
 from .spans import RecurrentStates, Spans
 
 # Value features per program of one warp. With 16, and keys of 128 features, a thread holds 64 elements of the state and does most
@@ -45,12 +46,6 @@ class Inputs(NamedTuple):
 @triton.jit
 def silu(x: tl.tensor) -> tl.tensor:
     return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def softplus(x: tl.tensor) -> tl.tensor:
-    """As in torch: linear beyond 20."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
