@@ -1,5 +1,10 @@
-"""SwiGLU and GeGLU in Triton. The reference is `reference.gated`; results are rounded to the dtype where they are there, except
-with a clamp, where they are rounded once."""
+"""SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202) in Triton, and activations as other kernels have them within.
+
+    out[token, i] = act(gate_up[token, i]) * gate_up[token, size + i]        act: silu, or gelu by its tanh approximation
+
+A program computes BLOCK_SIZE outputs of one token. The reference is `reference.gated`; results are rounded to the dtype where they
+are there, except with a clamp, where they are rounded once.
+"""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,10 @@
 """The recurrent form of linear attention (gated delta rule and state spaces), and the gated norm after it, as Triton kernels. For
-definitions see `gated_delta` and `state_space`. Knows tensors only.
+definitions and papers see `gated_delta` and `state_space`. Knows tensors only.
+
+    state = exp(decay) * state                              [key size, value size], of one head
+    change = beta * (value - key * state)                   state spaces: step * value
+    state = state + key^T * change
+    out = query * state                                     state spaces: + skip * value
 
 One program goes through all tokens of a span with a part of one head's recurrent state in registers, token by token. That is all a
 decode step needs: it reads and writes every state once. The tokens of a long prompt would wait for each other, though, each about a

@@ -1,5 +1,14 @@
 """Penalties and logit biases in Triton: applied to logits in place, and undone at the end, since they touch only the tokens that
-they name. The reference is `sampling.penalize`."""
+they name. The reference is `sampling.penalize`.
+
+    logit = logit / repetition if logit > 0 else logit * repetition         of each token that was there before
+    logit = logit - count * frequency - (count > 0) * presence              count: how often it is in the output
+    logit = logit + bias
+
+A program takes ENTRIES occurrences of tokens. `tally_kernel` counts each token's occurrences with atomics, in a buffer as large
+as the logits that is otherwise zero; in `penalize_kernel` one occurrence of each token takes its count, leaves a zero there, and
+changes the logit.
+"""
 
 import torch
 import triton

@@ -1,7 +1,12 @@
 """Top-k routing of a mixture of experts, and sorting of (token, expert) pairs by expert, in Triton: two launches instead of a dozen
 small ones, which take as long as reading the weights of few experts. The reference is `experts.py`.
 
-Knows tensors only. Of equal scores those of the first experts are taken, however many tokens there are.
+    scores = softmax(logits), or sigmoid(logits), or sqrt(softplus(logits))
+    chosen = the COUNT highest of scores + correction           with groups: within the OPEN ones whose BEST best add up highest
+    shares = factor * scores[chosen] / sum of scores[chosen]
+
+Routing has a program of one warp for each token; pairs are sorted by a single program, which compares each with all. Knows tensors
+only. Of equal scores those of the first experts are taken, however many tokens there are.
 """
 
 import itertools

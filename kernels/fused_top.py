@@ -1,4 +1,8 @@
-"""The largest logits of every row, and its log-sum-exp, in Triton in one pass, for `beam.py`."""
+"""The largest logits of every row, and its log-sum-exp, in Triton in one pass, for `beam.py`.
+
+A program finds the `count` largest of SPLIT logits; torch then sorts those of all programs of a row, and adds up their sums. Of
+equal logits the first are taken.
+"""
 
 import torch
 import triton
