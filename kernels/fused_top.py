@@ -44,7 +44,7 @@ def top_kernel(
 
 def top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """For every row its `count` largest logits, and some more (those of each part of it), with their ids: [rows, n] float32 and
-    int64, n at least `count`; log-sum-exp [rows].
+    int64, n at least `count`; log-sum-exp [rows]. Which ids come with -inf is arbitrary, and one may come several times.
 
     logits: [rows, vocabulary] float32, its last dimension dense.
     """
