@@ -1,5 +1,10 @@
-"""SwiGLU and GeGLU in Triton. The reference is `reference.gated`; results are rounded to the dtype where they are there, except
-with a clamp, where they are rounded once."""
+"""SwiGLU and GeGLU (Shazeer 2020, arXiv:2002.05202) in Triton, and activations as other kernels have them within.
+
+    out[token, i] = act(gate_up[token, i]) * gate_up[token, size + i]        act: silu, or gelu by its tanh approximation
+
+A program computes BLOCK_SIZE outputs of one token. The reference is `reference.gated`; results are rounded to the dtype where they
+are there, except with a clamp, where they are rounded once.
+"""
 
 import triton
 import triton.language as tl
@@ -19,6 +24,15 @@ def silu_or_gelu(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
     if GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     return gate / (1.0 + tl.exp(-inner))
+
+
+@triton.jit
+def softplus(x: tl.tensor) -> tl.tensor:
+    """log(1 + exp(x)), as in torch linear beyond 20. Where exp(x) is small, the first terms of the series: rounding would take
+    digits from 1 + exp(x), below -17 all of them. x: float32."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    small = power * (1.0 - power * (0.5 - power * (1.0 / 3.0 - power * 0.25)))
+    return tl.where(x > 20.0, x, tl.where(power < 0.03, small, tl.log(1.0 + power)))
 
 
 @triton.jit

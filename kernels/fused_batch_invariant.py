@@ -1,6 +1,8 @@
 """Batch-invariant GEMM in Triton: the product of any number of rows with a weight, where no row's result depends on the others by a
 single bit: not on how many they are, where it stands among them, or what they hold. Knows tensors only.
 
+    out[row, o] = bias[o] + sum over i of x[row, i] * weight[o, i]          in ascending order of i
+
 torch's own product is not like that: for another number of rows cuBLAS takes another kernel, with other tiles or with sums split
 among programs, and sums in another order are rounded differently (He et al. 2025, Thinking Machines Lab, "Defeating Nondeterminism
 in LLM Inference"). Here one program makes the whole sum of an output, in float32, inputs in ascending order, and the tile depends

@@ -1,5 +1,10 @@
-"""`entries.write_entries` in Triton, which is the reference: a program for each compressed entry goes through its tokens with an
-online softmax, as attention goes through keys."""
+"""`entries.write_entries` in Triton, which is the reference: compressed KV entries (DeepSeek V4).
+
+    entry = sum of softmax(gates + places) * values         over the entry's members, feature by feature
+    cache[last member] = rms_norm(entry), its last features rotated
+
+A program for each entry goes through its members, TOGETHER at a time, with an online softmax, as attention goes through keys.
+"""
 
 import triton
 import triton.language as tl

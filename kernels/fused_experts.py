@@ -1,9 +1,13 @@
 """Grouped GEMMs in Triton, for a mixture of experts and for LoRA adapters: tokens of the same expert side by side in tiles, all
 experts in one launch.
 
+    inner[pair] = act(x[token] @ gate[expert].T) * (x[token] @ up[expert].T)        first launch, for each pair of token and expert
+    out[pair] = shares[pair] * (inner[pair] @ down[expert].T)                       second
+
 Knows tensors only. The references are `experts.LoopedExperts` and `low_rank.LoopedLowRank`. Pairs of a token and an expert are
-sorted by expert; a tile is up to ROWS pairs of one. Programs find their tiles themselves, since the host doesn't know what was
-chosen: as many are launched as there can be, and superfluous ones exit at once (as in vLLM's fused_moe, which pads instead).
+sorted by expert; a tile is up to ROWS pairs of one, and a program computes COLUMNS outputs of a tile. Programs find their tiles
+themselves, since the host doesn't know what was chosen: as many are launched as there can be, and superfluous ones exit at once (as
+in vLLM's fused_moe, which pads instead).
 """
 
 import itertools

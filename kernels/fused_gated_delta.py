@@ -1,5 +1,10 @@
 """The recurrent form of linear attention (gated delta rule and state spaces), and the gated norm after it, as Triton kernels. For
-definitions see `gated_delta` and `state_space`. Knows tensors only.
+definitions and papers see `gated_delta` and `state_space`. Knows tensors only.
+
+    state = exp(decay) * state                              [key size, value size], of one head
+    change = beta * (value - key * state)                   state spaces: step * value
+    state = state + key^T * change
+    out = query * state                                     state spaces: + skip * value
 
 One program goes through all tokens of a span with a part of one head's recurrent state in registers, token by token. That is all a
 decode step needs: it reads and writes every state once. The tokens of a long prompt would wait for each other, though, each about a
@@ -16,6 +21,7 @@ from torch import Tensor
 from triton import JITFunction
 
 from .compilation import Compilation
+from .fused_activation import softplus
 from .spans import RecurrentStates, Spans
 
 # Value features per program of one warp. With 16, and keys of 128 features, a thread holds 64 elements of the state and does most
@@ -45,12 +51,6 @@ class Inputs(NamedTuple):
 @triton.jit
 def silu(x: tl.tensor) -> tl.tensor:
     return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def softplus(x: tl.tensor) -> tl.tensor:
-    """As in torch: linear beyond 20."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit

@@ -1,5 +1,13 @@
-"""`gated_hyper_connections` in Triton, which is the reference: a program for each stream of a token before the products, and for
-some features of a token behind them."""
+"""`gated_hyper_connections` in Triton, which is the reference. Before the products a program for each stream of a token:
+
+    streams[i] = streams[i] + given[i] * more
+    normal[i] = rms_norm(streams[i])
+
+and behind them, where these have made `gates` and `giving` of `normal`, a program for BLOCK features of a token:
+
+    seen = mean over streams of sigmoid(gates[i]) * normal[i]
+    gives[i] = 2 * sigmoid(giving[i])
+"""
 
 import torch
 import triton

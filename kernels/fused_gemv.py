@@ -1,6 +1,11 @@
 """GEMV in Triton: the product of one row with a weight, fused with what stands before and after it in a decoder: the RMS norm,
 SwiGLU (or GeGLU), the residual addition. `fused_skinny_gemm` is for several rows. Knows tensors only.
 
+    y = (x * gains) @ weight.T / rms(x) + bias          without a norm: x @ weight.T + bias
+    out = y, or act(y[:outputs]) * y[outputs:], or out + y
+
+A program computes a few outputs, over all inputs.
+
 One row is no work for tensor cores: what counts is how much of the weight is in flight. So its numbers are multiplied where they
 arrive, in registers, and summed across a program at the end.
 

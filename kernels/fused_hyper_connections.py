@@ -1,4 +1,10 @@
-"""`hyper_connections.mix` in Triton, which is the reference: a program for each token, which goes through its streams twice."""
+"""`hyper_connections.mix` in Triton, which is the reference: a program for each token, which goes through its streams twice.
+
+streams[i] = streams[i] + given[i] * more
+shares = sigmoid(scale * (matrix @ streams / rms(streams)) + base)      of all streams as one row
+mixed = sum over streams of (shares[i] + epsilon) * streams[i]
+gives[i] = magnitude * shares[COUNT + i] + epsilon                      how the next output is added to stream i
+"""
 
 import torch
 import triton

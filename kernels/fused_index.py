@@ -1,6 +1,11 @@
-"""The sparse attention indexer in Triton: writing its keys beside the latents, and the scores that its queries give them.
+"""The sparse attention indexer (DeepSeek-AI 2025, arXiv:2512.02556) in Triton: writing its keys beside the latents, and the scores
+that its queries give them.
 
-The references are `operations.rotate_and_write_index` and `indexed.scores`.
+    cache[slots[token]] = rotate(layer_norm(keys[token]))
+    scores[token, j] = sum over heads of weights[token, head] * max(0, query[token, head] * key j)      -inf where masked
+
+A program of the scores takes one query token and the keys of one work item of attention (`work_list`), a tile at a time, with all
+heads as the rows of a product. The references are `operations.rotate_and_write_index` and `indexed.scores`.
 """
 
 import torch

@@ -1,7 +1,11 @@
-"""MLA between its projections and attention, in one Triton kernel: RMS norm of the latent, rotary embedding of the rotary features
-of queries and keys, and the KV cache write.
+"""MLA (DeepSeek-AI 2024, arXiv:2405.04434) between its projections and attention, in one Triton kernel: RMS norm of the latent,
+rotary embedding of the rotary features of queries and keys, and the KV cache write.
 
-Defined by `operations.rotate_and_write_latents`; rounds to the dtype in the same places.
+    query[token, head, -turned:] = rotate(query[token, head, -turned:])                 in place
+    cache[slots[token]] = rms_norm(latents[token, :size]), rotate(latents[token, size:])
+
+Of a token's programs the first computes the latent, each other some query heads. Defined by
+`operations.rotate_and_write_latents`; rounds to the dtype in the same places.
 """
 
 from typing import Any

@@ -1,5 +1,12 @@
 """`hyper_connections.mix` in Triton, where streams are mixed with each other (mHC): a program for each token, which goes through
-its streams twice. That function is the reference."""
+its streams twice. That function is the reference.
+
+    streams[i] = sum over j of given's cross[j, i] * streams[j] + given's gives[i] * more
+    logits = scale * (matrix @ streams / rms(streams)) + base               of all streams as one row; three parts
+    mixed = sum over streams of (sigmoid(first part)[i] + epsilon) * streams[i]         without shares: the mean of streams
+    gives = magnitude * sigmoid(second part)
+    cross = third part, [COUNT, COUNT], made nearly doubly stochastic by ROUNDS rounds of Sinkhorn and Knopp
+"""
 
 import torch
 import triton

@@ -1,4 +1,10 @@
-"""`means.write_means` in Triton, which is the reference: a program for each token."""
+"""`means.write_means` in Triton, which is the reference: index keys, and those of pools that are complete.
+
+    cache[slots[token]] = keys[token]                                                   unless it is the last of its pool, else
+    cache[slots[token]] = rotate(rms_norm(mean of the keys of its pool's MEMBERS tokens))
+
+One program for each token.
+"""
 
 import torch
 import triton

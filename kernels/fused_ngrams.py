@@ -1,5 +1,12 @@
-"""`ngrams` in Triton, which is the reference: table rows of n-grams and the convolution, where programs share a prompt's tokens,
-and the gates of streams, a program for each stream of a token."""
+"""`ngrams` in Triton, which is the reference: table rows of n-grams, the gates of streams, and the convolution behind them.
+
+    hash = id * m[0] ^ id before * m[1] ^ ...                       of n-grams of each length; m: a layer's multipliers
+    row = hash % size of the head's table + where it begins
+    taken[i] = sigmoid(signed root of (norm(key i) * norm(stream i) / sqrt(SIZE))) * value
+    streams = streams + taken + silu(convolution of norm(taken))
+
+Programs of rows and of the convolution share a prompt's tokens, TOKENS each; gates have a program for each stream of a token.
+"""
 
 import torch
 import triton

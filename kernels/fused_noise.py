@@ -1,5 +1,11 @@
 """The Gumbel noise of `noise.py` in Triton: the same Philox words, and `logarithm.gumbel` of them, both to the last bit.
-`fused_sampling` generates it inside its kernels; the kernels here are for a draft model's rows, and for beams."""
+`fused_sampling` generates it inside its kernels; the kernels here are for a draft model's rows, and for beams.
+
+    word = Philox4x32-10(key = seed, counter = (id // 4, position, choice, 0))[id % 4]
+    noise = -log(-log(1 - (word + 1/2) / 2^32))
+
+A program makes the noise of SIZE tokens of one row. For all tokens it uses all four words of each counter.
+"""
 
 import torch
 import triton

@@ -1,7 +1,11 @@
-"""RMSNorm in Triton, over whole hidden states (with the residual, or split-K parts, added first) or over every head. Knows tensors
-only.
+"""RMS norm (Zhang and Sennrich 2019, arXiv:1910.07467) in Triton, over whole hidden states, with the residual or split-K parts
+added first, or over every head. Knows tensors only.
 
-The references are `reference.rms_norm` and `operations.add_rms_norm`; results are rounded to the dtype where they are there.
+    residual = residual + sum of x's parts                          where there is a residual; rounded to the dtype
+    out = weight * residual / sqrt(mean(residual^2) + epsilon)      over the last dimension; without a residual that of x
+
+A program holds whole rows in registers: one hidden state, or the heads of some tokens. The references are `reference.rms_norm` and
+`operations.add_rms_norm`; results are rounded to the dtype where they are there.
 """
 
 import triton

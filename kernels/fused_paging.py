@@ -1,4 +1,10 @@
-"""Page copies and slot moves in Triton. `paging.py` has the reference."""
+"""Page copies and slot moves in Triton, in all layers at once. `paging.py` has the reference.
+
+    pages[layer, targets[i], :filled[i]] = pages[layer, sources[i], :filled[i]]         for all i at once
+    slots[layer, targets[i]] = slots[layer, sources[i]]                                 for the i of a row one after the other
+
+A program copies BLOCK_SIZE elements of one page in one layer, or moves as many of each slot of one row.
+"""
 
 import torch
 import triton

@@ -1,4 +1,12 @@
-"""`partial_rotary` in Triton, which is the reference: a program for some heads of a token."""
+"""`partial_rotary` in Triton, which is the reference: an RMS norm of each head x, where asked for, and the rotation of its last
+features alone, in place or into the cache.
+
+    x = x / rms(x) * gains
+    low, high = halves of x's last TURNED features
+    x's last TURNED features = low * cosine - high * sine, high * cosine + low * sine       `back`: with -sine
+
+A program takes HEADS heads of one token.
+"""
 
 from typing import Any
 

@@ -1,5 +1,14 @@
 """Penalties and logit biases in Triton: applied to logits in place, and undone at the end, since they touch only the tokens that
-they name. The reference is `sampling.penalize`."""
+they name. The reference is `sampling.penalize`.
+
+    logit = logit / repetition if logit > 0 else logit * repetition         of each token that was there before
+    logit = logit - count * frequency - (count > 0) * presence              count: how often it is in the output
+    logit = logit + bias
+
+A program takes ENTRIES occurrences of tokens. `tally_kernel` counts each token's occurrences with atomics, in a buffer as large
+as the logits that is otherwise zero; in `penalize_kernel` one occurrence of each token takes its count, leaves a zero there, and
+changes the logit.
+"""
 
 import torch
 import triton
@@ -7,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .sampling import Penalties
+from .sampling import LARGEST, Penalties
 
 ENTRIES = 256  # entries of `Penalties` per program
+MOST = tl.constexpr(LARGEST)
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -58,6 +68,7 @@ def penalize_kernel(
     factor = tl.load(repetition + row, mask=owner, other=1.0)
     count = (tally & 0x3FFFFFFF).to(tl.float32)
     value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
+    value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
     value -= count * tl.load(frequency + row, mask=owner, other=0.0)
     value -= tl.where(count > 0, tl.load(presence + row, mask=owner, other=0.0), 0.0)
     tl.store(place, value, mask=owner)

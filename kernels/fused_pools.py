@@ -1,4 +1,10 @@
-"""`pools.write_pools` in Triton, which is the reference: a program for each token."""
+"""`pools.write_pools` in Triton, which is the reference: index keys and gates, and the keys of pools that are complete.
+
+    cache[slots[token]] = keys[token], gates[token]                                     and if it is the last of its pool,
+    cache[slots[token]] = sum of softmax(gates + places) * keys, gates[token]           over its MEMBERS tokens, feature by feature
+
+One program for each token.
+"""
 
 import torch
 import triton

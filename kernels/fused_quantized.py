@@ -1,9 +1,12 @@
 """Matrix products with quantized (4 and 8-bit) weights, in Triton. Knows tensors only.
 
-Codes are multiplied without their scales, integers minus their zero point or small floats, which bfloat16 and float16 hold exactly;
-the sums of a block are scaled in float32. Blocks of 16 would be short products, so NVFP4's codes are scaled first, which is exact,
-too (`small_floats`). Up to MOST rows every program dequantizes its outputs' codes as it reads them; for more rows the whole weight
-is dequantized first, for torch's own product. That threshold is a guess: it was not measured yet.
+    out[row, o] = factors[o] * sum over blocks b of scales[b, o] * sum over i in b of x[row, i] * (codes[o, i] - zeros[b, o])
+
+A program computes COLUMNS outputs of ROWS rows, a run of inputs at a time. Codes are multiplied without their scales, integers
+minus their zero point or small floats, which bfloat16 and float16 hold exactly; the sums of a block are scaled in float32. Blocks
+of 16 would be short products, so NVFP4's codes are scaled first, which is exact, too (`small_floats`). Up to MOST rows every
+program dequantizes its outputs' codes as it reads them; for more rows the whole weight is dequantized first, for torch's own
+product. That threshold is a guess: it was not measured yet.
 
 Two 4-bit codes share a byte, those of a run's first half with those of its second, so that each half is a product of its own and
 nothing has to be interleaved.

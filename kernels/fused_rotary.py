@@ -1,7 +1,13 @@
-"""Rotary embedding and KV cache write, in Triton, in one pass over the joint product of queries, keys and values: the norm of query
-and key heads (or of all, where a model has it), the rotation, and the write of keys and values to their slots.
+"""Rotary embedding (Su et al. 2021, arXiv:2104.09864) and KV cache write, in Triton, in one pass over the joint product of
+queries, keys and values: the norm of query and key heads (or of all, where a model has it), the rotation, and the write of keys and
+values to their slots.
 
-The reference is `operations.rotate_and_write`; results are rounded to the dtype where they are there.
+    low, high = halves of norm(x)                                   of each query head and key head x of a token
+    x = low * cosine - high * sine, high * cosine + low * sine      queries in place
+    cache[slots[token]] = keys, values                              divided by scales where the cache has 8 bits
+
+A program takes some heads of one token, queries first, then keys, then values. The reference is `operations.rotate_and_write`;
+results are rounded to the dtype where they are there.
 """
 
 from collections.abc import Collection

@@ -1,7 +1,12 @@
 """Top-k routing of a mixture of experts, and sorting of (token, expert) pairs by expert, in Triton: two launches instead of a dozen
 small ones, which take as long as reading the weights of few experts. The reference is `experts.py`.
 
-Knows tensors only. Of equal scores those of the first experts are taken, however many tokens there are.
+    scores = softmax(logits), or sigmoid(logits), or sqrt(softplus(logits))
+    chosen = the COUNT highest of scores + correction           with groups: within the OPEN ones whose BEST best add up highest
+    shares = factor * scores[chosen] / sum of scores[chosen]
+
+Routing has a program of one warp for each token; pairs are sorted by a single program, which compares each with all. Knows tensors
+only. Of equal scores those of the first experts are taken, however many tokens there are.
 """
 
 import itertools
@@ -13,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
+from .fused_activation import softplus
 
 PAIRS = 256  # most pairs that one program sorts; more are sorted by torch
 PART = 32  # pairs that all others are compared with at once
@@ -73,10 +79,12 @@ def route_kernel(
     slot, place = tl.arange(0, SLOTS), tl.arange(0, PLACES)
     there = slot < EXPERTS
     logit = tl.load(logits + token * EXPERTS + slot, mask=there, other=float("-inf")).to(tl.float32)
-    if ROOTED:  # the softplus of a large number is that number
-        scores = tl.sqrt(tl.where(logit > 20.0, logit, tl.log(1.0 + tl.exp(tl.minimum(logit, 20.0)))))
+    if ROOTED:
+        scores = tl.sqrt(softplus(logit))
+    elif SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logit))
     else:
-        scores = 1.0 / (1.0 + tl.exp(-logit)) if SIGMOID else tl.exp(logit - tl.max(logit, 0))
+        scores = tl.exp(logit - tl.max(logit, 0))
     scores = tl.where(there, scores, 0.0)
     if not SIGMOID and not ROOTED:
         scores /= tl.sum(scores, 0)

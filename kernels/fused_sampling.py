@@ -1,6 +1,13 @@
 """Sampling in Triton, from logits to tokens: penalties, bias, grammar mask, temperature, top-k, top-p, min-p, a draw,
 log-probabilities.
 
+    scores = (logits - the largest) / temperature
+    kept = those of scores that are no lower than
+        the k-th largest                                    top-k: Fan et al. 2018, arXiv:1805.04833
+        the last that is needed for the mass p              top-p: Holtzman et al. 2019, arXiv:1904.09751
+        log(min_p)                                          min-p: Nguyen et al. 2024, arXiv:2407.01082
+    token = argmax of kept + Gumbel noise                   a draw from softmax(kept): see `sampling.draw`
+
 The reference is `sampling.py`, with two differences. Of tokens that tie at the edge of top-p all stay (there it depends on the
 order of a sort). The noise is made by `logarithm.gumbel`. Typical-p and the top tokens of a filtered distribution are left to
 `sampling.py`.
@@ -250,6 +257,29 @@ def _far_threshold(  # type: ignore[no-untyped-def]
     return low.to(tl.int32)
 
 
+@triton.jit
+def _far_limit(logits, mask, best, heat, k, p, vocabulary, MASKED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The key of the lowest score that top-k and top-p keep, of all tokens of the row."""
+    threshold = tl.full((), LOWEST, tl.int32)
+    if k > 0:
+        target = tl.minimum(k, vocabulary).to(tl.float32)
+        threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, False, MASKED, BLOCK)
+    if p < 1.0:
+        target = p * _weight_above(logits, mask, best, heat, threshold.to(tl.int64), vocabulary, True, MASKED, BLOCK)
+        threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, True, MASKED, BLOCK)
+    return threshold
+
+
+@triton.jit
+def _weighed(peaks, sums, parts, best, heat, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The mass of a row's first `parts` parts, from `weigh_kernel`, where the largest logit, `best`, has 1."""
+    part = tl.arange(0, PARTS)
+    inside = part < parts
+    tops = tl.load(peaks + part, mask=inside, other=float("-inf"))
+    masses = tl.load(sums + part, mask=inside, other=0.0)
+    return tl.sum(masses * tl.exp(tl.div_rn(tops - best, heat)), 0)
+
+
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def filter_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
@@ -328,11 +358,8 @@ def filter_kernel(
         enough = count <= CAP
         threshold = tl.full((), LOWEST, tl.int32)
         weights = tl.where(usable, tl.exp(scores), 0.0)
-        part = tl.arange(0, PARTS)
-        weighed = part < tl.where((k == 0) & (p < 1.0), parts, 0)
-        tops = tl.load(peaks + row * parts + part, mask=weighed, other=float("-inf"))
-        masses = tl.load(sums + row * parts + part, mask=weighed, other=0.0)
-        total = tl.sum(masses * tl.exp(tl.div_rn(tops - best, heat)), 0)
+        wanted_parts = tl.where((k == 0) & (p < 1.0), parts, 0)
+        total = _weighed(peaks + row * parts, sums + row * parts, wanted_parts, best, heat, PARTS)
         enough = enough & ((k > 0) | (p >= 1.0) | (parts > 0))
         if k > 0:
             enough = enough & (everything | (tl.sum(usable.to(tl.int32), 0) >= k))
@@ -353,14 +380,7 @@ def filter_kernel(
             tl.store(tokens + row, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
             tl.store(finals + row, own - tl.log(tl.sum(tl.where(kept, tl.exp(scores), 0.0), 0)))
         else:
-            threshold = tl.full((), LOWEST, tl.int32)
-            if k > 0:
-                target = tl.minimum(k, vocabulary).to(tl.float32)
-                threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, False, MASKED, 2 * BLOCK)
-            if p < 1.0:
-                target = p * _weight_above(logits, mask, best, heat, threshold.to(tl.int64), vocabulary, True, MASKED, 2 * BLOCK)
-                threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, True, MASKED, 2 * BLOCK)
-            tl.store(thresholds + row, threshold)
+            tl.store(thresholds + row, _far_limit(logits, mask, best, heat, k, p, vocabulary, MASKED, 2 * BLOCK))
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)

@@ -1,7 +1,9 @@
 """Gated short convolutions in Triton. `short_convolution` is the reference. Knows tensors only.
 
-No token waits for another, so programs share a prompt's tokens, too. Windows are written by a launch of their own, when all
-programs that read them are done.
+    out[t] = gates[t] * (bias + sum over i of taps[:, i] * mixed[t - (WIDTH - 1) + i])      before the span: the window's rows
+
+A program computes TOKENS tokens of a span, CHANNELS channels of them. No token waits for another, so programs share a prompt's
+tokens, too. Windows are written by a launch of their own, when all programs that read them are done.
 """
 
 import itertools

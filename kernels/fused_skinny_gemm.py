@@ -1,6 +1,11 @@
 """Skinny GEMM in Triton: the product of few rows with a weight, fused with what stands before and after it in a decoder: the RMS
 norm of the rows, SwiGLU (or GeGLU) of the outputs, the residual addition. Knows tensors only.
 
+    y = rms_norm(x) @ weight.T + bias                   without a norm: x @ weight.T + bias
+    out = y, or act(y[:, :outputs]) * y[:, outputs:], or out + y, or [PARTS, rows, outputs] partial sums of y
+
+A program computes a tile of outputs of all rows, over all inputs or one part of them.
+
 With few rows the cost is reading the weight, a hundredth of a millisecond, and then launches count: a decoder's layer takes nine of
 them instead of ten, and with one row (`fused_gemv`) seven. The norm of several rows is a launch before: within, where operands of
 the tensor cores come from memory without a detour, it took twice the time of the product (measured on an H200, 2026-11-26: gate and

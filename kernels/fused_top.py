@@ -1,4 +1,8 @@
-"""The largest logits of every row, and its log-sum-exp, in Triton in one pass, for `beam.py`."""
+"""The largest logits of every row, and its log-sum-exp, in Triton in one pass, for `beam.py`.
+
+A program finds the `count` largest of SPLIT logits; torch then sorts those of all programs of a row, and adds up their sums. Of
+equal logits the first are taken.
+"""
 
 import torch
 import triton
@@ -40,7 +44,7 @@ def top_kernel(
 
 def top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """For every row its `count` largest logits, and some more (those of each part of it), with their ids: [rows, n] float32 and
-    int64, n at least `count`; log-sum-exp [rows].
+    int64, n at least `count`; log-sum-exp [rows]. Which ids come with -inf is arbitrary, and one may come several times.
 
     logits: [rows, vocabulary] float32, its last dimension dense.
     """

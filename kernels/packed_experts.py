@@ -1,7 +1,8 @@
 """Mixture-of-experts products with quantized weights, in Triton: tiles as in `fused_experts`, codes as in `fused_quantized`.
 
 Knows tensors only. The reference is `experts.LoopedExperts`. Programs dequantize their outputs' codes as they read them, for any
-number of rows: experts that many tokens choose dequantize them once for every tile.
+number of rows: experts that many tokens choose dequantize them once for every tile. A program computes COLUMNS outputs of one
+tile; formulas are those of the two modules.
 """
 
 import itertools

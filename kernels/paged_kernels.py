@@ -1,9 +1,23 @@
-"""The Triton kernels of `paged_attention`: flash attention over a page table (`attend`) and the merge of split-KV partials
-(`merge`). They take pointers and ints, no plan; `paged_attention` describes these.
+"""The Triton kernels of `paged_attention`: flash attention over a page table (`attend`), as in PagedAttention (Kwon et al. 2023,
+arXiv:2309.06180), and the merge of split-KV partials (`merge`), as in flash decoding. They take pointers and ints, no plan;
+`paged_attention` describes these.
 
 A program of `attend` is one item and one key head. All query heads of that key head are packed into its tile, so keys and values
 are read once. It goes through its keys in tiles, most of which need no mask, with the usual online softmax (running maximum and
-sum; Dao et al. 2022, arXiv:2205.14135), in units of log 2.
+sum; Dao et al. 2022, arXiv:2205.14135), in units of log 2:
+
+    best, total, sums = -inf, 0, 0                          of each row: a query token and one of the key head's query heads
+    for each tile of keys:
+        logits = scale / log(2) * query @ keys.T            soft cap; -inf where masked
+        higher = max(best, the largest of logits)
+        part = 2^(logits - higher)
+        total = total * 2^(best - higher) + sum of part
+        sums = sums * 2^(best - higher) + part @ values
+        best = higher
+    output = sums / total                                   or, of a row with several items, a partial: its weight is
+                                                            best + log2(total), the log-sum-exp of its logits
+
+A program of `merge` is one query token and some heads: output = sum of partials * 2^weight / sum of 2^weight, likewise online.
 """
 
 from typing import NamedTuple

@@ -15,6 +15,7 @@ from . import noise
 # Candidates that are looked at first when a row has a filter: a top-k of so many costs a fifth of a full sort of 32,000 logits.
 # Rows whose filters may keep more get the full sort.
 CANDIDATES = 1024
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,10 @@ class Penalties:
 
 def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
     """New logits [rows, vocabulary] after the repetition penalty over prompt and output (Keskar et al. 2019, arXiv:1909.05858),
-    then frequency and presence penalties over the output (OpenAI's API reference), then logit bias."""
+    then frequency and presence penalties over the output (OpenAI's API reference), then logit bias.
+
+    Penalized logits stay finite: the difference of two infinite ones would be NaN, which nothing can be drawn from.
+    """
     vocabulary = logits.shape[1]
     place = penalties.rows * vocabulary + penalties.ids
     seen = torch.zeros(logits.numel(), device=logits.device)
@@ -43,7 +47,7 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
     counts = torch.zeros(logits.numel(), device=logits.device).index_add_(0, place, penalties.output)
     seen, counts = seen.view_as(logits), counts.view_as(logits)
     repetition = penalties.repetition.unsqueeze(1)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition).clamp_(-LARGEST, LARGEST)
     result = torch.where(seen > 0, repeated, logits)
     result -= counts * penalties.frequency.unsqueeze(1)
     result -= (counts > 0) * penalties.presence.unsqueeze(1)

@@ -213,6 +213,14 @@ def test_compile_reports_too_much_tensor_memory(monkeypatch: pytest.MonkeyPatch,
     assert gate.build(SimpleNamespace(name="one", hot=True), target).fault == fault
 
 
+def test_documentation_names_every_module_of_kernels() -> None:
+    gate = importlib.import_module("penstock.kernels.compile")
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    modules = {f"{one.kernel.fn.__module__.rpartition('.')[2]}.py" for one in gate.gather()}
+    assert "fused_norm.py" in modules
+    assert not {module for module in modules if f"`{module}`" not in page}
+
+
 def test_make_kernels_runs_the_compilation() -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")

@@ -373,6 +373,18 @@ def test_nan_logits_choose_valid_experts() -> None:
     assert chosen.min() >= 0
 
 
+@pytest.mark.parametrize("kernels", ["triton", "reference"])
+@pytest.mark.parametrize("highest", [4.0, -5.0, -15.0, -60.0])
+def test_roots_of_softplus_are_accurate_however_small(kernels: str, highest: float) -> None:
+    """1 + exp(logit) has few digits of exp(logit), or none."""
+    logits = torch.linspace(highest - 9, highest, 24, device=DEVICE)[torch.randperm(24)].repeat(3, 1)
+    dispatch.force(kernels)
+    shares, chosen = route(logits, 5, True, rooted=True)
+    assert chosen.equal(logits.topk(5).indices)
+    scores = torch.log1p(logits.double().gather(1, chosen).exp()).sqrt()
+    torch.testing.assert_close(shares.double(), scores / scores.sum(1, keepdim=True), rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize("pairs", [1, 31, 32, 33, 200, 256])
 def test_single_launch_sort_of_few_pairs_matches_torch(pairs: int, rng: random.Random) -> None:
     experts = rng.randint(1, 70)

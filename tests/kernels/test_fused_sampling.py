@@ -14,11 +14,13 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from penstock.kernels import fused_noise, fused_penalties, fused_sampling, logarithm, noise
+from penstock.kernels import dispatch, fused_noise, fused_penalties, fused_sampling, logarithm, noise
 from penstock.kernels.dispatch import on_nvidia
 from penstock.kernels.fused_penalties import penalize_, restore_
 from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
+from penstock.shard.decoding.sampler import Row, pick
+from penstock.shard.sequence import Sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes with numpy, which warns of intended infinities.
@@ -308,3 +310,20 @@ def test_rows_are_bit_identical_whatever_the_other_rows_are(rng: random.Random) 
     assert together.logprobs.isnan().nonzero().flatten().tolist() == [1, 4]
     assert (together.tokens == -1).nonzero().flatten().tolist() == [1, 4]
     assert bool(((together.tokens >= -1) & (together.tokens < vocabulary)).all())
+
+
+@pytest.mark.parametrize(("factor", "allowed", "drawn"), [(1.2e-38, 0b01010, {1}), (3.4e38, 0b01100, {2, 3})])
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+def test_penalties_that_overflow_leave_finite_logits_to_draw_from(
+    kernels: str, factor: float, allowed: int, drawn: set[int]
+) -> None:
+    """The grammar allows two tokens alone, and both were there before. Infinite logits would have no differences, and so neither
+    scores nor a token that is allowed."""
+    logits = torch.tensor([[2.0, 6.0, -3.0, -6.0, 1.0]], device=DEVICE)
+    words = torch.tensor([[allowed]], dtype=torch.int32, device=DEVICE)
+    sampling = Sampling(temperature=1.0, repetition_penalty=factor, final_logprobs=True)
+    with dispatch.forced(kernels):
+        [found] = pick(logits, [Row(sampling, [1, 2, 3], 3, 0, bound=True)], words)
+    assert found is not None
+    assert found.token in drawn
+    assert found.logprob == pytest.approx(-math.log(len(drawn)), abs=1e-6)

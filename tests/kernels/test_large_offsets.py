@@ -14,10 +14,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import dispatch, operations, paging
+from penstock.kernels import dispatch, means, operations, paging, pools
+from penstock.kernels.entries import CompletedEntries, EntryParameters, write_entries
 from penstock.kernels.fused_sampling import sample
 from penstock.kernels.fused_top import top
+from penstock.kernels.gated_delta import gated_delta
+from penstock.kernels.reference import rotary_table
 from penstock.kernels.sampling import Draws, Penalties
+from penstock.kernels.spans import RecurrentStates
+from penstock.tests.kernels.recurrent import make_spans
 from penstock.tests.kernels.test_paged_attention import DEVICE, AttentionCase, random_paged_rows
 
 FAR = 1 << 32  # elements: unsigned 32-bit offsets wrap around, too
@@ -109,3 +114,42 @@ def test_sampling_of_logits_beyond_32_bit_offsets() -> None:
     assert found.final.equal(expected.final)
     for one, other in zip(top(distant_logits, 3), top(logits, 3), strict=True):
         assert one.equal(other)
+
+
+def write_special_caches(cache: Tensor, first: int) -> None:
+    """All that layers other than usual attention write to slots from `first` on, a multiple of 4: latents, index keys, pools by
+    gates and by means, and compressed entries, which read the slots as well. cache: [slots, 1, 1, 64]."""
+    torch.manual_seed(0)
+    slots, table = torch.arange(first, first + 4, device=DEVICE), rotary_table(torch.rand(8), torch.arange(4), torch.float16)
+    numbers, gains = torch.randn(4, 64).half().to(DEVICE), torch.ones(64, device=DEVICE)
+    table, halves = table.to(DEVICE), gains.half()
+    queries = numbers[:, :32].reshape(4, 1, 32)
+    operations.rotate_and_write_latents(queries.clone(), numbers[:, :32].clone(), halves[:16], table, slots, cache[..., :32], 1e-5)
+    operations.rotate_and_write_index(queries.clone(), numbers[:, :32].clone(), halves.view(2, 32), table, slots, cache[..., 32:])
+    pools.write_pools(*numbers[:, :32].reshape(2, 4, 16), gains.view(4, 16), slots + 4, cache[..., :32])
+    wide = rotary_table(torch.rand(32), torch.zeros(4), torch.float16).to(DEVICE)
+    means.write_means(numbers, gains, wide, slots + 8, cache, 4, 1e-5)
+    making = EntryParameters(0, gains[:32].view(1, 2, 16), halves[:16], 1e-5)
+    write_entries(cache, CompletedEntries(slots[None, 2:] + 8, slots[:1] * 0), making, table[:1])
+
+
+def test_latents_index_keys_pools_and_entries_beyond_32_bit_offsets() -> None:
+    near = torch.zeros(16, 1, 1, 64, dtype=torch.float16, device=DEVICE)
+    distant = sparse_zeros((FAR // 64 + 12, 1, 1, 64), torch.float16)
+    write_special_caches(near, 4)
+    write_special_caches(distant, FAR // 64)
+    assert near[4:].flatten(1).any(1).all()
+    assert distant[-12:].equal(near[4:])
+
+
+def test_recurrent_states_beyond_32_bit_offsets() -> None:
+    """Those of the convolution are beyond 31 bits."""
+    near = RecurrentStates(torch.zeros(2, 3, 48, device=DEVICE), torch.zeros(2, 1, 16, 16, device=DEVICE))
+    far = FAR // 256
+    distant = RecurrentStates(sparse_zeros((far + 1, 3, 48), torch.float32), sparse_zeros((far + 1, 1, 16, 16), torch.float32))
+    mixed, taps, one = torch.randn(3, 50, device=DEVICE), torch.randn(48, 4, device=DEVICE), torch.ones(1, device=DEVICE)
+    for states, slot in ((near, 1), (distant, far)):
+        gated_delta(mixed[:, :48], mixed[:, 48:49], mixed[:, 49:], taps, -one, one, make_spans([3], [slot], [0]), states)
+    for expected, found in ((near.windows, distant.windows), (near.memories, distant.memories)):
+        assert expected[1].all()
+        assert found[far].equal(expected[1])

@@ -2,7 +2,7 @@
 chunked sequences, padding and draft tokens; and the gated norm after it."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -165,3 +165,19 @@ def test_grouped_gated_norm_matches_transformers(groups: int, dtype: torch.dtype
         expected = norm(x, gates)
         found = gated_norm(x.unflatten(1, (groups, -1)), gates.unflatten(1, (groups, -1)), norm.weight.view(groups, -1), 1e-3, True)
     torch.testing.assert_close(found.flatten(1), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_small_steps_are_accurate(tokens: int, rng: random.Random) -> None:
+    """Token by token and chunk by chunk: all that the state holds comes from steps of a millionth and less."""
+    pytest.importorskip("triton")
+    layer = replace(random_layer(rng, torch.float32, 16, 1), limits=UNLIMITED)
+    mixed, _ = layer.inputs(tokens)
+    steps, spans = torch.full((tokens, layer.heads), -14.0, device=DEVICE) - layer.offsets, recurrent.make_spans([tokens], [1], [1])
+    found = {}
+    for kernels in ("triton", "reference"):
+        dispatch.force(kernels)
+        states = layer.states(2)
+        layer.run((mixed, steps), spans, states)
+        found[kernels] = states.memories[1]
+    torch.testing.assert_close(found["triton"], found["reference"], rtol=0, atol=1e-3 * found["reference"].abs().max().item())
