@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, expect, number, shown
 from .parts import biased, cap, common, layer_kinds, layers_of, nope_layers, pattern_of, uniform_windows, windows_of
-from .ropes import MISTRAL_YARN, check_factors, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
+from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
@@ -266,13 +266,11 @@ def with_thetas(base: Shape, given: Config) -> Shape:
 def _phi3(config: Config) -> Shape:
     """Phi 3 and 4."""
     base = common(PHI3 | config)
-    turned = rotary_size(config, base.head_size)
-    check_factors(base.rope, turned)
     return replace(
         base,
         joined=("qkv_proj", "gate_up_proj"),
         windows=uniform_windows(config, base.layers),
-        rotary_size=turned,
+        rotary_size=rotary_size(config, base.head_size),
     )
 
 

@@ -38,6 +38,7 @@ from .older_families import OLDER, today
 from .quantization import beside as beside  # for callers that read a model's folder
 from .qwen4_families import QWEN4
 from .recurrent_shapes import ShortConvolutionShape
+from .ropes import check_factors
 from .shape import Shape, Unsupported
 from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE
@@ -86,6 +87,7 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             )
         if keys.size % 2:
             raise Unsupported(f"config.json means heads of {keys.size} numbers, an even number is needed: {AGAIN}")
+    check_factors(found.rope, found.turned(0))
     for mixture in filter(None, found.mixtures):
         reached = mixture.routed * mixture.groups_chosen // mixture.groups
         if mixture.chosen > reached:

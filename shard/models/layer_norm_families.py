@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .fields import FULL, SLIDING, Config, expect, number, shown
 from .parts import biased, cap, common, layer_kinds, layers_of, pattern_of, uniform_windows, windows_of
-from .ropes import check_factors, rotary_size, with_amplitude
+from .ropes import rotary_size, with_amplitude
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds
 from .traits import Mixture
@@ -106,7 +106,6 @@ def _phimoe(config: Config) -> Shape:
             "transformers has"
         )
     base = biased(_common(given, "rms_norm_eps"), given)
-    check_factors(base.rope, base.head_size)
     mixture = Mixture(
         experts=given["num_local_experts"],
         chosen=2,

@@ -762,7 +762,14 @@ PARTS = {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": 
         (config("PhimoeForCausalLM", rope_scaling=MSCALES | {"long_mscale": 2.0}), "short_mscale 1 and long_mscale 2"),
         (config("PhimoeForCausalLM", rope_scaling=MSCALES), "6 factors of longrope, 4 are needed"),
         (config("PhimoeForCausalLM", num_experts_per_tok=3), "num_experts_per_tok 3 is not supported"),
-        (config("LlamaForCausalLM", rope_scaling=LONGROPE), "'longrope' is not supported"),
+        (
+            config("LlamaForCausalLM", rope_scaling=LONGROPE),
+            "'longrope' is not supported: .* with original_max_position_embeddings",
+        ),
+        (
+            config("LlamaForCausalLM", rope_scaling=LONGROPE, original_max_position_embeddings=8),
+            "6 factors of longrope, 4 are needed",
+        ),
         (config("GraniteForCausalLM", logits_scaling=0), "logits_scaling 0, a number above 0"),
         (config("GraniteSWAForCausalLM", layer_rope_theta=[1e4]), r"layer_rope_theta \[10000.0\], a number for each layer"),
         (config("GraniteSWAForCausalLM", layer_rope_theta=[[1], [2]]), "a number for each layer"),

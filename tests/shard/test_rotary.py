@@ -71,6 +71,30 @@ def test_both_sets_of_longropes_waves_are_those_of_transformers(original: int) -
             assert rope.amplitude == pytest.approx(amplitude)
 
 
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope"])
+@pytest.mark.parametrize("top", [None, 16, 4096])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+def test_original_positions_at_the_top_of_a_config_take_precedence(kind: str, top: int | None, architecture: str) -> None:
+    own = configurations.LONGROPE if kind == "longrope" else settings(kind, random.Random(kind))
+    config = getattr(transformers, f"{architecture}Config")(
+        **configurations.SMALL, head_dim=12, rope_parameters=own | {"original_max_position_embeddings": 128}
+    )
+    said = json.loads(config.to_json_string()) | {"architectures": [f"{architecture}ForCausalLM"]}
+    if top is not None:
+        said["original_max_position_embeddings"] = config.original_max_position_embeddings = top
+    rope = shape(said).rope
+    for positions in (8, 8192):
+        expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=positions)
+        torch.testing.assert_close(frequencies(rope, 12, positions), expected, rtol=1e-6, atol=0)
+        assert rope.amplitude == pytest.approx(amplitude)
+
+
+def test_longropes_first_name_is_read() -> None:
+    config = json.loads((tiny.folder("longrope") / "config.json").read_text())
+    said = configurations.LONGROPE | {"rope_type": "su"}
+    assert shape(config | {"rope_parameters": said}) == shape(config | {"rope_parameters": configurations.LONGROPE})
+
+
 def test_yarn_is_added_to_a_config_whose_positions_stay() -> None:
     """As Qwen's model cards say: the model takes as many tokens as the factor makes of those that it was trained on."""
     plain = json.loads((tiny.folder("qwen2") / "config.json").read_text())
