@@ -132,6 +132,8 @@ def made(name: str, folder: Path, seed: int = 5) -> Any:
             for key, values in (*found.named_parameters(), *found.named_buffers()):
                 if (values.dim() > 1 and values.is_floating_point()) or "bias" in key or "std_" in key:
                     values.normal_(0, 0.1)
+                if key.endswith(("put_min", "put_max")):  # bounds of projections' inputs and outputs, which some values exceed
+                    values.fill_((1.6 if "input" in key else 0.7) * (-1 if key.endswith("min") else 0.8))
             if name == "Gemma4Unified":  # nothing generates these, which transformers embeds otherwise then
                 found.get_input_embeddings().weight[PLACEHOLDER] = 0
     else:
@@ -277,7 +279,7 @@ def _gemma4(seen: str | None, small: bool) -> Any:
     text = GEMMA4_E if small else GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
     config = transformers.Gemma4Config(
         text_config=text | {"use_bidirectional_attention": seen},
-        vision_config=GEMMA4_VISION | {"standardize": bool(seen)},
+        vision_config=GEMMA4_VISION | {"standardize": bool(seen), "use_clipped_linears": small},
         audio_config=None,
         image_token_id=PLACEHOLDER,
         boi_token_id=5,
