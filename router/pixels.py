@@ -164,15 +164,19 @@ def _blank() -> Any:
 
 
 def _opened(data: bytes) -> Any:
-    """As transformers' load_image reads it: with its EXIF orientation, in RGB."""
+    """As transformers' load_image reads it, with its EXIF orientation, in RGB; also where EXIF is broken, or grey has 16 bits."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise UnusableImage(f"has {width} x {height} pixels: at most {MOST_PIXELS} are read")
-        ImageOps.exif_transpose(image, in_place=True)
+        image.load()
+        with suppress(SyntaxError):  # EXIF is no TIFF: the pixels are sound, or would not have been loaded
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I;16"):  # Pillow would make white of all above 255
+            image = image.point(lambda value: value / 256)
         return image.convert("RGB")
     except UnidentifiedImageError:
         raise UnusableImage(f"is no image that can be read: {', '.join(FORMATS)} can") from None

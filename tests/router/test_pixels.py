@@ -588,6 +588,20 @@ def test_all_forms_are_read(folder: Path) -> None:
     assert len(prepared(folder, *(encoded(image.convert(mode), form) for form, mode in forms))) == len(forms)
 
 
+def test_grey_of_16_bits_keeps_its_shades(folder: Path) -> None:
+    grey = picture(84, 112).convert("L")
+    wide = Image.fromarray(numpy.asarray(grey).astype(numpy.uint16) * 257)
+    [found, expected] = prepared(folder, encoded(wide), encoded(grey))
+    assert found == expected
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+def test_broken_exif_is_ignored(folder: Path, form: str) -> None:
+    image = picture(56, 112)
+    [found, expected] = prepared(folder, encoded(image, form, lossless=True, exif=b"Exif\0\0junkjunk"), encoded(image))
+    assert found == expected
+
+
 def test_it_is_turned_as_it_says(folder: Path) -> None:
     image, exif = picture(56, 112), Image.Exif()
     exif[0x0112] = 6  # to be turned by 90 degrees
