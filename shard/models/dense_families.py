@@ -151,7 +151,7 @@ def _smollm3(config: Config) -> Shape:
     still = nope_layers(config, base.layers, config.get("no_rope_layers"))
     kinds = layer_kinds(config, base.layers, lambda layer: layer in still)
     window = (config.get("use_sliding_window") and config.get("sliding_window")) or 0
-    return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
+    return replace(base, nope_layers=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 
 
 def _cwm(config: Config) -> Shape:
@@ -259,7 +259,7 @@ def with_thetas(base: Shape, given: Config) -> Shape:
         replace(base.rope, theta=number({"layer_rope_theta": theta}, "layer_rope_theta")) if theta else None
         for theta in (next(iter(turned[kind]), 0) for kind in (FULL, SLIDING))
     )
-    found = replace(base, sinks=True, windows=windows_of(given, kinds), unturned=still, rope=full or local or base.rope)
+    found = replace(base, sinks=True, windows=windows_of(given, kinds), nope_layers=still, rope=full or local or base.rope)
     return replace(found, local_rope=local if full and local != full else None)
 
 
@@ -364,7 +364,7 @@ def exaone4(config: Config) -> Shape:
     window = config.get("sliding_window", 4096)
     kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0 and window)
     still = layers_of(kinds, FULL) if window else frozenset[int]()
-    return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), unturned=still)
+    return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), nope_layers=still)
 
 
 DENSE: dict[str, Callable[[Config], Shape]] = {

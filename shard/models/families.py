@@ -79,7 +79,7 @@ def shape(config: Config) -> Shape:
 def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     """The same shape. Raises Unsupported if its numbers contradict each other, or the layer types that config.json names."""
     for window in sorted(set(found.windows)):
-        keys, heads = found.keys(window), found.asking(window)
+        keys, heads = found.keys(window), found.query_heads(window)
         if heads % keys.heads:
             raise Unsupported(
                 f"config.json says {heads} attention heads and {keys.heads} key/value heads, of which the first must be a "

@@ -65,7 +65,7 @@ def _cohere2(config: Config) -> Shape:
     base = _cohere({"rope_theta": 1e4} | config)
     kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0)
     still = layers_of(kinds, FULL)
-    return replace(base, windows=windows_of(config, kinds), unturned=still)
+    return replace(base, windows=windows_of(config, kinds), nope_layers=still)
 
 
 def _olmo(config: Config) -> Shape:
@@ -172,7 +172,7 @@ def _cohere2_moe(config: Config) -> Shape:
         layer_norms=given["rms_norm_eps"] is None,
         norm_epsilon=base.norm_epsilon if given["rms_norm_eps"] is None else number(given, "rms_norm_eps", most=1.0),
         windows=windows_of(given, kinds),
-        unturned=frozenset(layer for layer, turns in enumerate(turned) if not turns),
+        nope_layers=frozenset(layer for layer, turns in enumerate(turned) if not turns),
         mixtures=mixtures,
     )
 

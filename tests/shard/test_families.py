@@ -144,7 +144,7 @@ def test_layers_are_of_transformers_kinds(architecture: str, theirs: Any, more: 
     still = [layer for layer, turns in enumerate(getattr(expected, "no_rope_layers", [])) if not turns]
     if architecture in ("AfmoeForCausalLM", "Exaone4ForCausalLM", "Cohere2ForCausalLM"):
         still = [layer for layer, kind in enumerate(expected.layer_types) if kind == "full_attention"]
-    assert sorted(found.unturned) == still
+    assert sorted(found.nope_layers) == still
     every = 9 // more.get("sliding_window_pattern", 4)
     counts = {"AfmoeForCausalLM": 2, "SmolLM3ForCausalLM": 2, "Exaone4ForCausalLM": every, "Cohere2ForCausalLM": every}
     assert len(still) == counts.get(architecture, 0)

@@ -84,7 +84,7 @@ def test_defaults_are_transformers() -> None:
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
         assert sizes == tuple(theirs.to_dict()[name] for name in (*names, "max_position_embeddings"))
         assert max(found.windows) == theirs.sliding_window
-        assert found.far == Keys(heads=4, size=512)
+        assert found.global_keys == Keys(heads=4, size=512)
 
 
 def test_what_is_cached_of_a_token_goes_by_the_layer() -> None:

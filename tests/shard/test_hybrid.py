@@ -178,7 +178,7 @@ def test_shapes_of_state_spaces_are_transformers(more: dict[str, Any]) -> None:
         limits=expected.time_step_limit,
     )
     assert found == shape(given | {"layer_types": expected.layer_types})  # as they are called today
-    assert found.unturned == (set() if expected.position_embedding_type == "rope" else set(range(9)))
+    assert found.nope_layers == (set() if expected.position_embedding_type == "rope" else set(range(9)))
     assert (found.kv_heads, found.max_positions, found.norm_epsilon) == (expected.num_key_value_heads, 2048, expected.rms_norm_eps)
     assert (found.intermediate, found.logit_divisor) == (expected.shared_intermediate_size, expected.logits_scaling)
     assert len(found.mixtures) == (9 if expected.num_local_experts else 0)
@@ -308,9 +308,9 @@ def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> 
     places = {kind: {layer for layer, own in enumerate(kinds) if own == kind} for kind in ("mlp", "moe", "full_attention")}
     assert found.layers == len(kinds)
     assert set(found.attending) == places["full_attention"]
-    assert found.inattentive == places["mlp"] | places["moe"]
+    assert found.without_attention == places["mlp"] | places["moe"]
     assert found.recurrent == LinearAttentionShape(
-        layers=frozenset(range(len(kinds))) - found.inattentive - places["full_attention"],
+        layers=frozenset(range(len(kinds))) - found.without_attention - places["full_attention"],
         key_heads=expected.n_groups,
         value_heads=expected.mamba_num_heads,
         key_size=expected.ssm_state_size,
@@ -326,7 +326,7 @@ def test_shapes_of_layers_of_one_part_are_transformers(more: dict[str, Any]) -> 
         expected.head_dim,
     )
     assert (found.intermediate, found.norm_epsilon) == (expected.intermediate_size, expected.layer_norm_epsilon)
-    assert (found.max_positions, found.unturned) == (expected.max_position_embeddings, set(range(found.layers)))
+    assert (found.max_positions, found.nope_layers) == (expected.max_position_embeddings, set(range(found.layers)))
     assert {layer for layer, mixture in enumerate(found.mixtures) if mixture} == places["moe"]
     mixture = next(filter(None, found.mixtures))
     assert (mixture.experts, mixture.chosen) == (expected.n_routed_experts, expected.num_experts_per_tok)

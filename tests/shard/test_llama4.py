@@ -94,7 +94,7 @@ def test_the_hubs_models_have_their_sizes() -> None:
     assert all(round(found.parameters(tokens=1) / 1e9) == 17 for found in (scout, maverick))
     still = {layer for layer in range(48) if layer % 4 == 3}
     for found in (scout, maverick):
-        assert (found.unturned, found.nope_query_scale) == (still, TemperatureTuning(strength=0.1, positions=8192))
+        assert (found.nope_layers, found.nope_query_scale) == (still, TemperatureTuning(strength=0.1, positions=8192))
         assert found.windows == (8192, 8192, 8192, 0) * 12
         assert found.turned_positions == found.chunk == 8192
     assert (scout.turned_norm, maverick.turned_norm) == (True, False)
@@ -120,7 +120,7 @@ def test_what_is_left_out_is_transformers_default(more: dict[str, Any]) -> None:
     theirs, found = transformers.Llama4TextConfig(**said), shape({"architectures": ["Llama4ForCausalLM"]} | said)
     assert ["chunked_attention" if window else "full_attention" for window in found.windows] == theirs.layer_types
     assert found.chunk == (theirs.attention_chunk_size or 0)
-    assert [layer for layer, turns in enumerate(theirs.no_rope_layers) if not turns] == sorted(found.unturned)
+    assert [layer for layer, turns in enumerate(theirs.no_rope_layers) if not turns] == sorted(found.nope_layers)
     assert [layer for layer, mixture in enumerate(found.mixtures) if mixture] == theirs.moe_layers
     for mixture in filter(None, found.mixtures):
         assert (mixture.experts, mixture.chosen) == (theirs.num_local_experts, theirs.num_experts_per_tok)
