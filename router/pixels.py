@@ -21,13 +21,12 @@ import msgspec
 from ..proto.images import COLOURS, DESCRIPTIONS
 from ..proto.processors import image_processor
 from .request import Overloaded, Refused
-from .resizing import ImageResizer, UnusableImage, resizing_of, words
+from .resizing import MOST_PIXELS, ImageResizer, UnusableImage, resizing_of, words
 from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
 PATIENCE = 30.0  # seconds to wait for a free process
 PROCESSES = 2
-MOST_PIXELS = 1 << 26  # largest image decoded: a few copies of it fit into the memory that a process may take
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 logger = logging.getLogger(__name__)

@@ -636,6 +636,20 @@ def test_one_that_is_too_thin_for_the_bound_is_refused(folder: Path) -> None:
         prepared(folder, encoded(picture(3000, 20)), most=20_000)
 
 
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        *[(name, "nothing of it is left where its longer side has") for name in ("mistral3", "pixtral", "lighton_ocr")],
+        ("llava", "with 336 pixels on its shorter side it has more than"),
+    ],
+)
+def test_one_that_is_a_line_is_too_thin(family: str, why: str, tmp_path: Path) -> None:
+    """For LLaVA it would have 564 million pixels before most of them are cut off."""
+    make_folder(tmp_path, family)
+    with pytest.raises(Refused, match=f"image 2 is too thin: {why}"):
+        prepared(tmp_path, encoded(picture(99, 120)), encoded(picture(1, 5000)))
+
+
 def test_its_time_is_limited(folder: Path) -> None:
     with pytest.raises(Refused, match=r"takes more than 0\.001 s to be read"):
         prepared(folder, encoded(picture(2000, 2000), "JPEG"), seconds=0.001)
