@@ -122,12 +122,10 @@ class Layer:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
             kinds = (
-                *(
-                    (mixture.beside, ParallelExperts),
-                    (mixture.latent, LatentExperts),
-                    (mixture.entering, InputScaledExperts),
-                    (mixture.later, ShortcutExperts),
-                ),
+                (mixture.beside, ParallelExperts),
+                (mixture.latent, LatentExperts),
+                (mixture.entering, InputScaledExperts),
+                (mixture.later, ShortcutExperts),
                 (mixture.hashed, HashRoutedExperts),
             )
             return next((kind for asked, kind in kinds if asked), MixtureOfExperts)(load, mixture)
