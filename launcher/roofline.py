@@ -86,7 +86,7 @@ def prefill(group: Group, on: Accelerator, tokens: int) -> float:
     pairs = _pairs_of_chunks if shape.chunked else _pairs
     windows = ((shape.windows[layer], shape.chosen(layer), layer) for layer in shape.attending)
     seen = ((_entries(shape, layer, tokens) or pairs(tokens, window or chosen), window) for window, chosen, layer in windows)
-    attention = 2 * sum(keys * shape.asking(window) * _features(shape, window) for keys, window in seen) / group.ranks
+    attention = 2 * sum(keys * shape.query_heads(window) * _features(shape, window) for keys, window in seen) / group.ranks
     attention += 2 * sum(_choosing(shape, layer, tokens) for layer in shape.attending)
     if index and tokens > index.most:  # an indexer is replicated on every rank
         attention += 2 * len(shape.indexing) * _pairs(tokens, 0) * index.heads * index.read

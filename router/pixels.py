@@ -21,13 +21,12 @@ import msgspec
 from ..proto.images import COLOURS, DESCRIPTIONS
 from ..proto.processors import image_processor
 from .request import Overloaded, Refused
-from .resizing import ImageResizer, UnusableImage, resizing_of, words
+from .resizing import MOST_PIXELS, ImageResizer, UnusableImage, resizing_of, words
 from .worker_processes import Busy, Died, TimedOut, WorkerProcesses, serve
 
 SECONDS = 10.0  # for one image: a photograph of 12 million pixels takes 0.3 s (x86, one core)
 PATIENCE = 30.0  # seconds to wait for a free process
 PROCESSES = 2
-MOST_PIXELS = 1 << 26  # largest image decoded: a few copies of it fit into the memory that a process may take
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 
 logger = logging.getLogger(__name__)
@@ -164,15 +163,19 @@ def _blank() -> Any:
 
 
 def _opened(data: bytes) -> Any:
-    """As transformers' load_image reads it: with its EXIF orientation, in RGB."""
+    """As transformers' load_image reads it, with its EXIF orientation, in RGB; also where EXIF is broken, or grey has 16 bits."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height > MOST_PIXELS:
             raise UnusableImage(f"has {width} x {height} pixels: at most {MOST_PIXELS} are read")
-        ImageOps.exif_transpose(image, in_place=True)
+        image.load()
+        with suppress(SyntaxError):  # EXIF is no TIFF: the pixels are sound, or would not have been loaded
+            ImageOps.exif_transpose(image, in_place=True)
+        if image.mode.startswith("I;16"):  # Pillow would make white of all above 255
+            image = image.point(lambda value: value / 256)
         return image.convert("RGB")
     except UnidentifiedImageError:
         raise UnusableImage(f"is no image that can be read: {', '.join(FORMATS)} can") from None

@@ -14,6 +14,7 @@ from typing import Any
 from ..proto.images import COLOURS
 from ..proto.tiling import tiling
 
+MOST_PIXELS = 1 << 26  # largest image, decoded or resized: a few copies of it fit into the memory that a process may take
 MOST_SAID = 200  # most characters of a library's message
 
 
@@ -79,6 +80,11 @@ def too_few(needed: int) -> ValueError:
     return ValueError(f"--max-image-pixels must be at least {needed} for this model")
 
 
+def nothing_left(longest: int) -> UnusableImage:
+    """The error for an image whose shorter side would have no pixel."""
+    return UnusableImage(f"is too thin: nothing of it is left where its longer side has {longest} pixels")
+
+
 class QwenPatches(ImageResizer):
     """Qwen's and GLM's: sizes are bounded by pixels, and images cut into patches."""
 
@@ -135,6 +141,8 @@ class LongestSide(ImageResizer):
 
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
         longest = longest_side(self._processor.size.longest_edge, self._unit, image.size, most)
+        if not rounded(longest, self._unit, image.size):
+            raise nothing_left(longest)
         values = self._run(image, size={"longest_edge": longest}, patch_size=self._unit)["pixel_values"]
         rows, columns = (length // self._token for length in values.shape[-2:])
         if not rows or not columns:
@@ -176,8 +184,11 @@ class Square(ImageResizer):
         if getattr(processor, "do_pan_and_scan", False):
             raise ValueError("do_pan_and_scan is not supported: each image is shown once")
         self._side = side
+        self._shorter = getattr(processor.size, "shortest_edge", None) or 0  # CLIP's: what is longer than that is then cut off
 
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
+        if self._shorter**2 * max(image.size) // min(image.size) > MOST_PIXELS:
+            raise UnusableImage(f"is too thin: with {self._shorter} pixels on its shorter side it has more than {MOST_PIXELS}")
         return PreprocessedImage([self._run(image)["pixel_values"]], self._side, self._side)
 
 
@@ -366,7 +377,7 @@ class DeepseekViews(ImageResizer):
         if most < self._whole**2:
             raise too_few(self._whole**2)
         if round(min(image.size) * self._whole / max(image.size)) == 0:
-            raise UnusableImage(f"is too thin: nothing of it is left where its longer side has {self._whole} pixels")
+            raise nothing_left(self._whole)
         tiles = min(self._processor.max_patches, (most - self._whole**2) // self._tile**2)
         how = {"max_patches": tiles} if tiles >= self._processor.min_patches else {"tile_size": max(image.size)}
         found = self._run(image, **how)

@@ -62,7 +62,7 @@ class Forward:
         self._adapted = bool(decoder.adapters.names)
         self._remembers = decoder.shape.recurrent is not None
         self._before = _before_of(decoder.shape)
-        self.narrows = decoder.shape.keyless > 0
+        self.narrows = decoder.shape.kv_shared_layers > 0
         self._decodes: list[Graph] = []  # for spans of one token (pure decode); by size
         self._mixed: list[Graph] = []  # for any spans; by size
         self._last: Step | None = None  # the last step, if it ran without a graph
@@ -141,7 +141,7 @@ def _layout_of(decoder: Decoder, cache: Cache) -> AttentionLayout:
         kinds=tuple(
             kind(
                 window,
-                shape.asking(window) // ranks,
+                shape.query_heads(window) // ranks,
                 shape.key_heads(ranks, window),
                 shape.cached_size(window),
                 latent,
@@ -172,4 +172,4 @@ def expansion_of(decoder: Decoder) -> Expansion | None:
     shape, latent = decoder.shape, decoder.shape.expandable
     if latent is None or decoder.invariant:
         return None
-    return Expansion(shape.asking(0) // decoder.ranks.size, latent.size, latent.plain, latent.turned, latent.values)
+    return Expansion(shape.query_heads(0) // decoder.ranks.size, latent.size, latent.plain, latent.turned, latent.values)

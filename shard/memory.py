@@ -240,7 +240,7 @@ def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
 
 def _choose(engine: Engine) -> None:
     """Runs steps of one token and of more, far enough into a context that sparse attention has to choose, if it ever has to."""
-    longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.choosy
+    longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.sparse_beyond
     lengths = [most, *(1 << power for power in range(8))]
     if not 0 < most < longest:
         return

@@ -82,8 +82,7 @@ class Weights:
             raise Unsupported(
                 f"tensor {name} is stored as {kind}, by config.json's quantization_config it is {' or '.join(kinds)}: {AGAIN}"
             )
-        tensor: Tensor = stored[:] if stored.get_shape() else self._stored(self._place(name), name, "get_tensor")
-        return tensor.to(self.device)
+        return sliced(stored, None).to(self.device)
 
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         """See Source."""
@@ -196,7 +195,7 @@ def _names(path: Path) -> list[str]:
 def sliced(stored: Any, cut: tuple[int, int, int] | None) -> Tensor:
     """The slice `cut` of `Source.tensor`; stored: a tensor, or one of safetensors' slices."""
     if cut is None:
-        return stored[:]  # type: ignore[no-any-return]
+        return stored[...]  # type: ignore[no-any-return]  # a scalar has no dimension for [:]
     dimension, start, stop = cut
     part: Tensor = stored[(*[slice(None)] * dimension, slice(start, stop))]
     lacking = stop - start - part.shape[dimension]

@@ -33,8 +33,8 @@ def _parts(whole: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def widened(joint: Tensor, alibi_bias: Tensor, size: int) -> Tensor:
-    """joint: a step's queries, keys and values, as many heads of each, concatenated, [tokens, heads of all * size]; leaning: rows
-    of `table_of`. Returns the same with the biases appended to keys, ones to queries, and zeros to values."""
+    """joint: a step's queries, keys and values, as many heads of each, concatenated, [tokens, heads of all * size]; alibi_bias:
+    rows of `table_of`. Returns the same with the biases appended to keys, ones to queries, and zeros to values."""
     heads, more = alibi_bias.shape[1:]
     every = functional.pad(joint.view(len(joint), 3 * heads, size), (0, more))
     every[:, :heads, size:] = 1

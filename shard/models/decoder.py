@@ -76,10 +76,10 @@ class Layer:
         self.shape = shape
         self.ranks = load.ranks
         self.window = shape.windows[index]
-        attends, thinks = index not in shape.inattentive, index not in shape.without_mlp
+        has_attention, has_mlp = index not in shape.without_attention, index not in shape.without_mlp
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
             load.gains(name, shape.hidden) if name and there else None
-            for name, there in zip(shape.norm_names(index), (attends, attends, thinks, thinks), strict=True)
+            for name, there in zip(shape.norm_names(index), (has_attention, has_attention, has_mlp, has_mlp), strict=True)
         )
         if shape.residual_factor != shape.weight_factor:
             self.attention_norm, self.last_norm = (
@@ -90,7 +90,7 @@ class Layer:
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
         self.altup = AltUp(load, shape.altup) if shape.altup else None
         self.laurel = LaurelBlock(load, shape.laurel) if shape.laurel else None
-        self.attention = self._attention(load) if attends else None
+        self.attention = self._attention(load) if has_attention else None
         kept = shape.recurrent
         along = kept is not None and kept.along and index in kept.layers
         # Linear attention or state spaces beside attention, after the same norm.
@@ -98,7 +98,7 @@ class Layer:
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.per_layer = PerLayerInput(load, shape.inputs) if shape.inputs else None
         self.ngrams = NgramLayer(load, shape.ngrams, index) if shape.ngrams and index in shape.ngrams.layers else None
-        self.mlp = self._mlp(load) if thinks else None
+        self.mlp = self._mlp(load) if has_mlp else None
 
     def _attention(self, load: Loader) -> HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention:
         kept = self.shape.recurrent
@@ -113,7 +113,7 @@ class Layer:
             return (GatedLatentAttention if latent.gated else LatentAttention)(
                 load, latent, self.window, self.index in self.shape.indexing
             )
-        blocks, turned = self.shape.blocks, self.index not in self.shape.unturned
+        blocks, turned = self.shape.blocks, self.index not in self.shape.nope_layers
         if blocks and self.index in blocks.layers:
             return SparseHeadAttention(load, blocks, self.window, turned)
         return HeadAttention(load, self.window, turned)
@@ -122,12 +122,10 @@ class Layer:
         mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
         if mixture:
             kinds = (
-                *(
-                    (mixture.beside, ParallelExperts),
-                    (mixture.latent, LatentExperts),
-                    (mixture.entering, InputScaledExperts),
-                    (mixture.later, ShortcutExperts),
-                ),
+                (mixture.beside, ParallelExperts),
+                (mixture.latent, LatentExperts),
+                (mixture.entering, InputScaledExperts),
+                (mixture.later, ShortcutExperts),
                 (mixture.hashed, HashRoutedExperts),
             )
             return next((kind for asked, kind in kinds if asked), MixtureOfExperts)(load, mixture)
@@ -276,11 +274,11 @@ class Decoder:
         self.rotary = of(shape.rope, size, factors=factors) if shape.turns else still()
         self.query_scale = query_scales(shape.rope, shape.max_positions, dtype, device)
         self.nope_query_scale = nope_query_scales(shape.nope_query_scale, shape.max_positions, dtype, device)
-        self.logarithms = log_positions(shape.max_positions, dtype, device) if shape.sharpened else None
+        self.logarithms = log_positions(shape.max_positions, dtype, device) if shape.scalable_softmax else None
         near = max(shape.windows)
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
         self.alibi_table = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
-        self.unturned = still() if shape.unturned and shape.turns else None
+        self.identity_rotary = still() if shape.nope_layers and shape.turns else None
         self.vision: Vision | None = None  # the image encoder, if images are enabled
         self._axes = _axes_of(shape, size, device) if shape.rope.axes else None
         # Rounded to the weights' type, as in training.
@@ -395,8 +393,8 @@ class Decoder:
             positions = positions % self.shape.turned_positions
         rotary = self._turned(positions, step.turned)
         local = self.local_rotary.index_select(0, step.positions) if self.local_rotary is not None else rotary
-        still = self.unturned.expand_as(rotary).contiguous() if self.unturned is not None else rotary
-        return [still if layer.index in self.shape.unturned else local if layer.window else rotary for layer in self.layers]
+        still = self.identity_rotary.expand_as(rotary).contiguous() if self.identity_rotary is not None else rotary
+        return [still if layer.index in self.shape.nope_layers else local if layer.window else rotary for layer in self.layers]
 
     def _turned(self, positions: Tensor, others: Tensor | None) -> Tensor:
         """Cosines and sines at these positions. others: two more positions of each token, where image tokens have three (mrope)."""
@@ -412,7 +410,7 @@ class Decoder:
             table.index_select(0, step.positions) if table is not None else None
             for table in (self.query_scale, self.nope_query_scale)
         )
-        return [still if still is not None and layer.index in self.shape.unturned else turned for layer in self.layers]
+        return [still if still is not None and layer.index in self.shape.nope_layers else turned for layer in self.layers]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings: [tokens, hidden]."""

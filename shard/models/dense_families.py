@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, expect, number, shown
 from .parts import biased, cap, common, layer_kinds, layers_of, nope_layers, pattern_of, uniform_windows, windows_of
-from .ropes import MISTRAL_YARN, check_factors, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
+from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
@@ -151,7 +151,7 @@ def _smollm3(config: Config) -> Shape:
     still = nope_layers(config, base.layers, config.get("no_rope_layers"))
     kinds = layer_kinds(config, base.layers, lambda layer: layer in still)
     window = (config.get("use_sliding_window") and config.get("sliding_window")) or 0
-    return replace(base, unturned=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
+    return replace(base, nope_layers=still, windows=tuple(window if kind == SLIDING else 0 for kind in kinds))
 
 
 def _cwm(config: Config) -> Shape:
@@ -259,20 +259,18 @@ def with_thetas(base: Shape, given: Config) -> Shape:
         replace(base.rope, theta=number({"layer_rope_theta": theta}, "layer_rope_theta")) if theta else None
         for theta in (next(iter(turned[kind]), 0) for kind in (FULL, SLIDING))
     )
-    found = replace(base, sinks=True, windows=windows_of(given, kinds), unturned=still, rope=full or local or base.rope)
+    found = replace(base, sinks=True, windows=windows_of(given, kinds), nope_layers=still, rope=full or local or base.rope)
     return replace(found, local_rope=local if full and local != full else None)
 
 
 def _phi3(config: Config) -> Shape:
     """Phi 3 and 4."""
     base = common(PHI3 | config)
-    turned = rotary_size(config, base.head_size)
-    check_factors(base.rope, turned)
     return replace(
         base,
         joined=("qkv_proj", "gate_up_proj"),
         windows=uniform_windows(config, base.layers),
-        rotary_size=turned,
+        rotary_size=rotary_size(config, base.head_size),
     )
 
 
@@ -366,7 +364,7 @@ def exaone4(config: Config) -> Shape:
     window = config.get("sliding_window", 4096)
     kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0 and window)
     still = layers_of(kinds, FULL) if window else frozenset[int]()
-    return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), unturned=still)
+    return replace(base, qk_norm=True, norms=BEHIND, windows=windows_of(config, kinds), nope_layers=still)
 
 
 DENSE: dict[str, Callable[[Config], Shape]] = {

@@ -153,7 +153,7 @@ def _next(config: Config, target: Shape) -> Shape:
         layers=1,
         windows=target.windows[-1:],
         mixtures=target.mixtures[-1:],
-        unturned=frozenset({0} if target.layers - 1 in target.unturned else ()),
+        nope_layers=frozenset({0} if target.layers - 1 in target.nope_layers else ()),
         recurrent=None,
         latent=_indexing(target.latent),
         layer_factors=False,

@@ -38,6 +38,7 @@ from .older_families import OLDER, today
 from .quantization import beside as beside  # for callers that read a model's folder
 from .qwen4_families import QWEN4
 from .recurrent_shapes import ShortConvolutionShape
+from .ropes import check_factors
 from .shape import Shape, Unsupported
 from .sliding_families import SLIDING_ONES
 from .sparse_families import SPARSE
@@ -78,7 +79,7 @@ def shape(config: Config) -> Shape:
 def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
     """The same shape. Raises Unsupported if its numbers contradict each other, or the layer types that config.json names."""
     for window in sorted(set(found.windows)):
-        keys, heads = found.keys(window), found.asking(window)
+        keys, heads = found.keys(window), found.query_heads(window)
         if heads % keys.heads:
             raise Unsupported(
                 f"config.json says {heads} attention heads and {keys.heads} key/value heads, of which the first must be a "
@@ -86,6 +87,7 @@ def _sound(found: Shape, kinds: list[Any] | None) -> Shape:
             )
         if keys.size % 2:
             raise Unsupported(f"config.json means heads of {keys.size} numbers, an even number is needed: {AGAIN}")
+    check_factors(found.rope, found.turned(0))
     for mixture in filter(None, found.mixtures):
         reached = mixture.routed * mixture.groups_chosen // mixture.groups
         if mixture.chosen > reached:

@@ -11,7 +11,7 @@ from typing import Any
 
 from .dense_families import AROUND, gemma
 from .fields import AGAIN, Config, boolean, shown, whole
-from .gemma4_families import keyless, per_layer_inputs
+from .gemma4_families import per_layer_inputs, sharing_keys
 from .parts import cap, layer_kinds, windows_of
 from .ropes import rope_of, ropes_by_kind
 from .shape import Shape, Unsupported
@@ -56,7 +56,7 @@ def _gemma3n(config: Config) -> Shape:
         laurel=config["laurel_rank"],
         altup=_altup(config),
     )
-    return replace(keyless(base, config), inputs=per_layer_inputs(config, least=1))
+    return replace(sharing_keys(base, config), inputs=per_layer_inputs(config, least=1))
 
 
 def _altup(config: Config) -> AltUpShape:

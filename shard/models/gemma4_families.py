@@ -38,8 +38,8 @@ def gemma4(config: Config) -> Shape:
     config = TEXT | config
     for name in ("enable_moe_block", "use_double_wide_mlp"):
         boolean(name, config.get(name, False))
-    base, sparse = keyless(_text(config), config), config.get("enable_moe_block", False)
-    base = replace(base, wider=2 if config.get("use_double_wide_mlp") and base.keyless else 1)
+    base, sparse = sharing_keys(_text(config), config), config.get("enable_moe_block", False)
+    base = replace(base, wider=2 if config.get("use_double_wide_mlp") and base.kv_shared_layers else 1)
     if sparse and base.wider > 1:
         raise Unsupported(
             "use_double_wide_mlp together with enable_moe_block is not supported: only MLPs without experts are wider"
@@ -62,7 +62,7 @@ def per_layer_inputs(config: Config, least: int) -> PerLayerShape:
     return PerLayerShape(size=size, vocabulary=rows, padding=padding)
 
 
-def keyless(base: Shape, config: Config) -> Shape:
+def sharing_keys(base: Shape, config: Config) -> Shape:
     """The shape with the number of last layers that share keys and values."""
     count = config.get("num_kv_shared_layers") or 0
     keyed = base.layers - count if type(count) is int else 0
@@ -71,7 +71,7 @@ def keyless(base: Shape, config: Config) -> Shape:
             f"config.json says num_kv_shared_layers {shown(count)}: before these there must be layers of all kinds, whose keys "
             f"they see: {AGAIN}"
         )
-    return replace(base, keyless=count)
+    return replace(base, kv_shared_layers=count)
 
 
 def _mixture(config: Config, base: Shape) -> Mixture:
@@ -119,7 +119,7 @@ def _text(config: Config) -> Shape:
         windows=windows_of(config, kinds),
         rope=rope_of_kind(full),
         local_rope=rope_of_kind(local),
-        far=_far(config, base, kinds),
+        global_keys=_global_keys(config, base, kinds),
         attention_scale=1.0,
         qk_norm=True,
         value_norm=True,
@@ -128,7 +128,7 @@ def _text(config: Config) -> Shape:
     )
 
 
-def _far(config: Config, base: Shape, kinds: Sequence[Any]) -> Keys:
+def _global_keys(config: Config, base: Shape, kinds: Sequence[Any]) -> Keys:
     """The key heads of layers with full attention: given layer by layer, as transformers 5 writes it, or by the models' own
     fields."""
     joint = boolean("attention_k_eq_v", config.get("attention_k_eq_v", False))

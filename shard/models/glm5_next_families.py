@@ -59,7 +59,7 @@ def glm_5_next(config: Config) -> Shape:
             averaged=True,
         ),
         recurrent=_linear(given, recurrent) if recurrent else None,
-        unturned=frozenset(range(layers)),
+        nope_layers=frozenset(range(layers)),
         mlp_limits=(limit,) * layers,
         mlp_form="before",
         aliases=NAMES,

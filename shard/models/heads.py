@@ -28,7 +28,7 @@ class HeadAttention:
         self.ranks = load.ranks
         keys = shape.keys(window)
         self.size, self.value_size, self.key_heads = keys.size, keys.own_values, keys.own(load.ranks.size)
-        heads, order = shape.asking(window), shape.order(window)
+        heads, order = shape.query_heads(window), shape.order(window)
         self.shared = not keys.values  # values are the keys before norm and rotary embedding
         wholes = [keys.size, keys.size, keys.own_values][: 2 + keys.values]
         sizes = [count * size for count, size in zip((heads, keys.heads, keys.heads), wholes, strict=False)]
@@ -49,7 +49,7 @@ class HeadAttention:
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains(queries_name, sizes[0], keys.size), order) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains(keys_name, sizes[1], keys.size), order) if joint else None
-        self.sinks = load.each_head(f"{own}.{shape.sinks_name}", heads) if shape.sunk(window) else None
+        self.sinks = load.each_head(f"{own}.{shape.sinks_name}", heads) if shape.has_sinks(window) else None
         self.scales = load.cache_scales(keys.heads)
         self.gains = self._moved() if shape.qk_norm_behind else None
         self.gates = heads * gate // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the last ones
@@ -126,10 +126,10 @@ class SharedKeyAttention:
         self.window = window
         norm, _, output = (f"{shape.attention_name}.{part}" for part in shape.attention_parts)
         self.inward = load.heads(
-            "", [f"{shape.attention_name}.q_proj"], [shape.asking(window) * size], shape.qkv_bias, [size], shape.order(window)
+            "", [f"{shape.attention_name}.q_proj"], [shape.query_heads(window) * size], shape.qkv_bias, [size], shape.order(window)
         )
         self.query_norm = load.gains(norm, size) if shape.qk_norm else None
-        self.output = load.rows(output, shape.asking(window) * size, shape.output_bias)
+        self.output = load.rows(output, shape.query_heads(window) * size, shape.output_bias)
         self.scales: Tensor | None = None  # the other layer's FP8 scales of keys and values
 
     @property

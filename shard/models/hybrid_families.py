@@ -130,8 +130,8 @@ def _olmo_hybrid(config: Config) -> Shape:
         recurrent=replace(_linear(given | heads | sizes, layers, 6), apart=True, strongest=strongest) if layers else None,
         joint_qk_norm=True,
         norms=BEHIND,
-        remembering_norms=PLAIN,
-        unturned=frozenset(range(base.layers)) if still else frozenset(),
+        recurrent_norms=PLAIN,
+        nope_layers=frozenset(range(base.layers)) if still else frozenset(),
         aliases=OLMO_HYBRID_NAMES,
     )
 
@@ -175,7 +175,7 @@ def _granite_hybrid(config: Config) -> Shape:
     return replace(
         with_granites_experts(base, given, shared=base.intermediate),
         recurrent=state_spaces(given, layers, given["mamba_expand"] * given["hidden_size"]) if layers else None,
-        unturned=frozenset(range(0 if turning == "rope" else base.layers)),
+        nope_layers=frozenset(range(0 if turning == "rope" else base.layers)),
     )
 
 

@@ -33,7 +33,9 @@ class Indexer:
         self.weights = load.whole(f"{NAME}.weights_proj", index.heads, wide=True)
         self.norm = _layer_norm(load, f"{NAME}.k_norm", index.size)[:, self._order]
         self.query_norm = _layer_norm(load, f"{NAME}.q_input_norm", hidden) if index.streaming else None
-        self.sharpening = ScalableSoftmax(load, f"{NAME}.softmax_scaling", index.heads, whole=True) if index.sharpened else None
+        self.sharpening = (
+            ScalableSoftmax(load, f"{NAME}.softmax_scaling", index.heads, whole=True) if index.scalable_softmax else None
+        )
 
     @property
     def parts(self) -> tuple[object, ...]:

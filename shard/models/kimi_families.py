@@ -69,7 +69,7 @@ def _kimi_linear(config: Config) -> Shape:
     return replace(
         with_experts(scored_by_kinds(base, given), name="block_sparse_moe", names=("w1", "w3", "w2")),
         recurrent=linear if layers else None,
-        unturned=frozenset(range(base.layers)),
+        nope_layers=frozenset(range(base.layers)),
         mlp_alias="block_sparse_moe",  # as transformers writes it
         modules=(("block_sparse_moe.", "mlp."), ("self_attn.f_", "self_attn.forget_gate.f_")),
     )

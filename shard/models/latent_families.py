@@ -7,7 +7,7 @@ from typing import Any
 
 from .fields import AGAIN, Config, expect, number, said, shown
 from .parts import biased, common, layers_of
-from .ropes import MISTRAL_YARN, check_factors, sharpness, with_original, with_rope
+from .ropes import MISTRAL_YARN, sharpness, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
 from .traits import HyperConnections, Index, Latent
@@ -279,10 +279,9 @@ def _ax_k2(config: Config) -> Shape:
 
 def _minicpm_3(config: Config) -> Shape:
     """MiniCPM 3: no experts, and scaling factors (Hu et al. 2024, arXiv:2404.06395)."""
-    given = MINICPM | with_original(config)
+    given = MINICPM | config
     values = given["v_head_dim"] or given["hidden_size"] // given["num_attention_heads"]
     base = latent_shape(given | {"v_head_dim": values, "rope_interleave": False})
-    check_factors(base.rope, given["qk_rope_head_dim"])
     depth = math.sqrt(base.layers)
     scale = depth if "scale_depth" in given and given["scale_depth"] is None else number(given, "scale_depth", 1.4)
     model = base.hidden if "dim_model_base" in given and given["dim_model_base"] is None else number(given, "dim_model_base", 256.0)

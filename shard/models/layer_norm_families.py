@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .fields import FULL, SLIDING, Config, expect, number, shown
 from .parts import biased, cap, common, layer_kinds, layers_of, pattern_of, uniform_windows, windows_of
-from .ropes import check_factors, rotary_size, with_amplitude
+from .ropes import rotary_size, with_amplitude
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds
 from .traits import Mixture
@@ -65,7 +65,7 @@ def _cohere2(config: Config) -> Shape:
     base = _cohere({"rope_theta": 1e4} | config)
     kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % pattern_of(config, 4) > 0)
     still = layers_of(kinds, FULL)
-    return replace(base, windows=windows_of(config, kinds), unturned=still)
+    return replace(base, windows=windows_of(config, kinds), nope_layers=still)
 
 
 def _olmo(config: Config) -> Shape:
@@ -106,7 +106,6 @@ def _phimoe(config: Config) -> Shape:
             "transformers has"
         )
     base = biased(_common(given, "rms_norm_eps"), given)
-    check_factors(base.rope, base.head_size)
     mixture = Mixture(
         experts=given["num_local_experts"],
         chosen=2,
@@ -173,7 +172,7 @@ def _cohere2_moe(config: Config) -> Shape:
         layer_norms=given["rms_norm_eps"] is None,
         norm_epsilon=base.norm_epsilon if given["rms_norm_eps"] is None else number(given, "rms_norm_eps", most=1.0),
         windows=windows_of(given, kinds),
-        unturned=frozenset(layer for layer, turns in enumerate(turned) if not turns),
+        nope_layers=frozenset(layer for layer, turns in enumerate(turned) if not turns),
         mixtures=mixtures,
     )
 

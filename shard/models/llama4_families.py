@@ -47,7 +47,7 @@ def _llama4(config: Config) -> Shape:
         mixtures=_mixtures(given, base),
         windows=tuple(chunk if kind == CHUNKED else 0 for kind in kinds),
         chunked=CHUNKED in kinds,
-        unturned=still,
+        nope_layers=still,
         nope_query_scale=_growth(given) if still else None,
         turned_norm=norms,
         rotary_neighbours=True,

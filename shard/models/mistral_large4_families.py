@@ -61,7 +61,7 @@ def mistral_large_4(config: Config) -> Shape:
         neighbours=True,
         borrowing=index_sharing_layers(config),
         streaming=True,
-        sharpened=True,
+        scalable_softmax=True,
     )
     assert base.latent is not None
     if index.size < base.latent.turned:
@@ -73,8 +73,8 @@ def mistral_large_4(config: Config) -> Shape:
         base,
         latent=replace(base.latent, epsilon=base.norm_epsilon, index=index, apart=False),
         rope=replace(base.rope, learned=True),
-        unturned=nope_layers(given, layers, given.get("no_rope_layers")),
-        sharpened=True,
+        nope_layers=nope_layers(given, layers, given.get("no_rope_layers")),
+        scalable_softmax=True,
         final_softcap=number(given, "final_logit_softcapping"),
         aliases=NAMES,
     )

@@ -61,8 +61,8 @@ def _nemotron_h(config: Config) -> Shape:
     found = replace(
         _with_experts(base, given, kinds) if EXPERTS in kinds else base,
         recurrent=_linear(given, recurrent) if recurrent else None,
-        unturned=frozenset(range(base.layers)),
-        inattentive=layers_of(kinds, MLP, EXPERTS),
+        nope_layers=frozenset(range(base.layers)),
+        without_attention=layers_of(kinds, MLP, EXPERTS),
         without_mlp=layers_of(kinds, FULL, LINEAR),
         attention_name="mixer",
         norms=("norm", "", "norm", ""),

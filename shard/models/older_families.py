@@ -177,7 +177,7 @@ def _switch(config: Config, name: str, usual: bool) -> bool:
 
 def _learned(base: Shape, first: int = 0) -> Shape:
     """The shape with learned position embeddings instead of a rotary embedding."""
-    return replace(base, learned=first, unturned=frozenset(range(base.layers)))
+    return replace(base, learned=first, nope_layers=frozenset(range(base.layers)))
 
 
 def _leaning(base: Shape, steepest: float = 8.0, rounded: bool = False) -> Shape:
@@ -189,7 +189,7 @@ def _leaning(base: Shape, steepest: float = 8.0, rounded: bool = False) -> Shape
     slopes = _slopes(base.heads, steepest)
     # transformers scales Falcon's rounded biases together with the products, as Falcon was trained; others are added after scaling.
     alibi = Alibi(slopes=slopes if rounded else tuple(slope / base.attention_scale for slope in slopes), rounded=rounded)
-    return replace(base, alibi=alibi, unturned=frozenset(range(base.layers)))
+    return replace(base, alibi=alibi, nope_layers=frozenset(range(base.layers)))
 
 
 def _slopes(heads: int, steepest: float) -> tuple[float, ...]:

@@ -21,6 +21,8 @@ MISTRAL_YARN = {  # defaults
 
 # The fields: transformers 5 writes the first; earlier versions `rope_theta` and, for scaled ones, the second.
 ROPES = ("rope_parameters", "rope_scaling")
+ORIGINAL = "original_max_position_embeddings"
+FORMERLY = {"su": "longrope"}  # of Phi 3's first config.json
 
 
 def rope(config: Config) -> Rope:
@@ -44,7 +46,8 @@ def _said(config: Config) -> Any:
 
 
 def _kind(values: Mapping[str, Any]) -> str:
-    return values.get("rope_type") or values.get("type") or "default"
+    kind = values.get("rope_type") or values.get("type") or "default"
+    return FORMERLY.get(str(kind), kind)
 
 
 def rope_of(config: Config, field: str) -> Rope:
@@ -55,6 +58,8 @@ def rope_of(config: Config, field: str) -> Rope:
     nested = next((name for name, value in values.items() if isinstance(value, dict)), None)
     if nested is not None:
         raise Unsupported(f"config.json says {field} for {nested!r} by itself: the decoder has one rotary embedding for all layers")
+    if config.get(ORIGINAL) is not None:  # beside the rotary embedding's own fields it takes precedence, as in transformers
+        values = values | {ORIGINAL: config[ORIGINAL]}
     kind = _kind(values)
     theta = number(values if values.get("rope_theta") is not None else config, "rope_theta", 10000.0)
     # "dynamic" changes positions beyond max_position_embeddings, which are not served; "mrope" concerns image tokens.
@@ -67,15 +72,15 @@ def rope_of(config: Config, field: str) -> Rope:
             theta=theta,
             kind=kind,
             factor=number(values, "factor"),
-            original_positions=int(number(values, "original_max_position_embeddings")),
+            original_positions=int(number(values, ORIGINAL)),
             many_turns=number(values, "high_freq_factor"),
             few_turns=number(values, "low_freq_factor"),
         )
     if kind == "yarn":
         return _yarn(config, values, theta)
-    if kind == "longrope" and "original_max_position_embeddings" in config:
+    if kind == "longrope" and ORIGINAL in values:
         return _longrope(config, values, theta)
-    known = "default, linear, dynamic, llama3 and yarn, and longrope as Phi's config.json has it"
+    known = f"default, linear, dynamic, llama3 and yarn, and longrope with {ORIGINAL}"
     raise Unsupported(f"rotary scaling {kind!r} is not supported: the decoder has {known}")
 
 
@@ -99,7 +104,7 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_positions=int(number(values, "original_max_position_embeddings", float(config["max_position_embeddings"]))),
+        original_positions=int(number(values, ORIGINAL, float(config["max_position_embeddings"]))),
         many_turns=number(values, "beta_fast", 32.0),
         few_turns=number(values, "beta_slow", 1.0),
         whole=whole,
@@ -123,7 +128,7 @@ def sharpness(config: Config) -> float:
 
 def _longrope(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     """LongRoPE in Phi's form: the amplitude follows from the context length that it is stretched to, whichever factors are used."""
-    original = number(config, "original_max_position_embeddings", most=1 << 30)
+    original = number(values, ORIGINAL, most=1 << 30)
     factor = number(values, "factor", config["max_position_embeddings"] / original)
     amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return Rope(
@@ -138,17 +143,10 @@ def _longrope(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
 
 
 def check_factors(found: Rope, turned: int) -> None:
-    """Raises Unsupported unless there is a factor for each pair of so many features."""
+    """Raises Unsupported unless longrope has a factor for each pair of so many features."""
     for factors in (found.short, found.long):
         if len(factors) not in (0, turned // 2):
             raise Unsupported(f"config.json says {len(factors)} factors of longrope, {turned // 2} are needed: {AGAIN}")
-
-
-def with_original(config: Config) -> Config:
-    """The config with longrope's original context length where Phi's config.json has it."""
-    values, name = _said(config), "original_max_position_embeddings"
-    stretched = isinstance(values, dict) and _kind(values) == "longrope" and name in values
-    return config | {name: values[name]} if stretched else config
 
 
 def with_amplitude(config: Config) -> Config:
@@ -163,8 +161,8 @@ def with_amplitude(config: Config) -> Config:
     short, long = number(values, "short_mscale"), number(values, "long_mscale")
     if short != long:
         raise Unsupported(f"config.json says short_mscale {short:g} and long_mscale {long:g}: the decoder has one amplitude")
-    name, original = next(filter(config.get, ROPES)), "original_max_position_embeddings"
-    return config | {name: values | {"attention_factor": short}, original: values[original]}
+    name = next(filter(config.get, ROPES))
+    return config | {name: values | {"attention_factor": short}, ORIGINAL: values[ORIGINAL]}
 
 
 def _factors(values: Mapping[str, Any], name: str) -> tuple[float, ...]:

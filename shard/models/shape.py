@@ -65,7 +65,7 @@ class Shape:
     windows: tuple[int, ...]  # per layer: sliding window, in positions, the token itself included; 0: full attention
     chunked: bool = False  # windows don't slide: they begin at their multiples, so that a token sees its chunk of positions
     local_rope: Rope | None = None  # of the layers with a window, if it differs
-    far: Keys | None = None  # key heads of the layers without a window, if they differ
+    global_keys: Keys | None = None  # key heads of the layers without a window, if they differ
     # Layers with recurrent state (linear attention, state spaces, short convolutions) in place of attention, without a KV cache, or
     # beside it.
     recurrent: RecurrentShape | None = None
@@ -73,15 +73,15 @@ class Shape:
     softplus_gates: bool = False  # gates go through softplus instead of a sigmoid
     head_gates: bool = False  # one gate for each head instead of one for each of its features
     gates_name: str = ""  # of the gates' matrix, without biases; "": in the checkpoint they are beside each head's queries
-    unturned: frozenset[int] = frozenset()  # layers without a rotary embedding (NoPE)
+    nope_layers: frozenset[int] = frozenset()  # layers without a rotary embedding (NoPE)
     nope_query_scale: TemperatureTuning | None = None  # scales queries by position in those layers; None: nothing does
     # Scalable softmax: queries of each head are multiplied by the logarithm of their position times a scale of the head's, plus a
     # bias.
-    sharpened: bool = False
+    scalable_softmax: bool = False
     alibi: Alibi | None = None  # linear biases of attention; None: none
     # Learned position embeddings: how many rows of their table come before position 0; None: there are none.
     learned: int | None = None
-    inattentive: frozenset[int] = frozenset()  # layers without attention or recurrent state: an MLP alone, or experts
+    without_attention: frozenset[int] = frozenset()  # layers without attention or recurrent state: an MLP alone, or experts
     without_mlp: frozenset[int] = frozenset()  # layers without MLP or experts
     attention_scale: float  # multiplies the products of queries and keys
     softcap: float = 0.0  # soft cap of attention scores; 0: none
@@ -111,7 +111,7 @@ class Shape:
     # Names of the query norm, the key norm and the output projection.
     attention_parts: tuple[str, str, str] = ("q_norm", "k_norm", "o_proj")
     norms: tuple[str, str, str, str] = PLAIN  # names of the norms before and after attention, before and after the MLP; "": none
-    remembering_norms: tuple[str, str, str, str] | None = None  # `norms` of layers with recurrent state; None: as in other layers
+    recurrent_norms: tuple[str, str, str, str] | None = None  # `norms` of layers with recurrent state; None: as in other layers
     norm_gates: int = 0  # rank of the low-rank gates of norms before attention and before experts; 0: norms have none
     experts_norm: str = ""  # norm after experts, in those layers that have some, where there is none after the MLP; "": none
     last_norm: str = "norm"  # norm after all layers; "": none
@@ -140,7 +140,7 @@ class Shape:
     modules: tuple[tuple[str, str], ...] = ()  # parts of its matrices' names, and of transformers' module names
     joined: tuple[str, ...] = ()  # fused tensors, where other checkpoints have several: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # partial rotary embedding: the first features of a head that are rotated; 0: all
-    far_rotary_size: int = 0  # `rotary_size` of layers without a window, if it differs; 0: it does not
+    global_rotary_size: int = 0  # `rotary_size` of layers without a window, if it differs; 0: it does not
     rotary_reversed: bool = False  # the rotation is in the opposite direction
     # Interleaved rotary embedding: the checkpoint has features that rotate together next to each other, not half of them apart.
     rotary_neighbours: bool = False
@@ -148,7 +148,7 @@ class Shape:
     quantization: Quantization | None = None
     # Of a draft model: the target's features that it reads; it takes the target's embedding table, too.
     features: DraftFeatures | None = None
-    keyless: int = 0  # the last layers, so many, share the keys and values of the last one before them with the same window
+    kv_shared_layers: int = 0  # so many last layers share keys and values of the last one before them with the same window
     wider: int = 1  # the MLPs of those layers are so many times as wide
     widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
     inputs: PerLayerShape | None = None  # per-layer embeddings: inputs of each layer
@@ -195,7 +195,7 @@ class Shape:
     def _undivided(self, ranks: int) -> str:
         """What can't be divided equally among so many ranks; "": all can."""
         sizes, keys = (
-            {"attention heads": self.heads, "attention heads of layers without a window": self.asking(0)},
+            {"attention heads": self.heads, "attention heads of layers without a window": self.query_heads(0)},
             dict[str, int](),
         )
         if not self.latent:
@@ -253,9 +253,11 @@ class Shape:
 
     def keys(self, window: int) -> Keys:
         """The key heads of layers with this window."""
-        return self.far if self.far and not window else Keys(heads=self.kv_heads, size=self.head_size, value_size=self.value_size)
+        if self.global_keys and not window:
+            return self.global_keys
+        return Keys(heads=self.kv_heads, size=self.head_size, value_size=self.value_size)
 
-    def asking(self, window: int) -> int:
+    def query_heads(self, window: int) -> int:
         """Query heads of layers with this window."""
         return self.keys(window).queries or self.heads
 
@@ -286,7 +288,7 @@ class Shape:
 
     def latent_of(self, layer: int) -> Latent | None:
         """The layer's MLA latents; None: it has heads of keys and values."""
-        return self.latent and self.latent.at(layer, layer not in self.unturned)
+        return self.latent and self.latent.at(layer, layer not in self.nope_layers)
 
     @property
     def compressed(self) -> CompressedLatent | None:
@@ -333,7 +335,7 @@ class Shape:
         return max(map(self.chosen, range(self.layers)))
 
     @property
-    def choosy(self) -> int:
+    def sparse_beyond(self) -> int:
         """The context length beyond which all sparse attention paths are in use (tokens are chosen, entries are made); 0: there is
         one path."""
         entries = self.compressed.kinds if self.compressed else ()
@@ -363,7 +365,7 @@ class Shape:
     @property
     def attending(self) -> list[int]:
         """Layers with attention."""
-        others = self.inattentive | (self.recurrent.layers if self.recurrent and not self.recurrent.along else frozenset())
+        others = self.without_attention | (self.recurrent.layers if self.recurrent and not self.recurrent.along else frozenset())
         return [layer for layer in range(self.layers) if layer not in others]
 
     @property
@@ -376,13 +378,13 @@ class Shape:
     def sums(self) -> int:
         """Additions to a token's residual stream, one after the other; with several ranks each is an all-reduce."""
         told = self.layers if self.inputs else 0
-        return (1 if self.parallel else 2) * self.layers - len(self.inattentive) - len(self.without_mlp) + told
+        return (1 if self.parallel else 2) * self.layers - len(self.without_attention) - len(self.without_mlp) + told
 
     def norm_names(self, layer: int) -> tuple[str, str, str, str]:
         """As `norms`, for this layer."""
         sparse = bool(self.mixtures and self.mixtures[layer])
-        remembers = self.remembering_norms and self.recurrent and layer in self.recurrent.layers
-        before, behind, mlp, last = (remembers and self.remembering_norms) or self.norms
+        remembers = self.recurrent_norms and self.recurrent and layer in self.recurrent.layers
+        before, behind, mlp, last = (remembers and self.recurrent_norms) or self.norms
         if self.norm_gates:  # norms are submodules of what has gates, too
             before, mlp = f"{before}.norm", f"{mlp}.norm" if sparse else mlp
         return before, behind, mlp, last or (self.experts_norm if sparse else "")
@@ -398,7 +400,7 @@ class Shape:
         found = bool(self.last_norm) + bool(self.first_norm)
         for layer in range(self.layers):
             before, behind, mlp, last = map(bool, self.norm_names(layer))
-            found += (layer not in self.inattentive) * (before + behind) + (layer not in self.without_mlp) * (mlp + last)
+            found += (layer not in self.without_attention) * (before + behind) + (layer not in self.without_mlp) * (mlp + last)
         return found
 
     @property
@@ -409,7 +411,7 @@ class Shape:
     @property
     def with_keys(self) -> int:
         """The number of layers before those that share keys and values."""
-        return self.layers - self.keyless
+        return self.layers - self.kv_shared_layers
 
     @property
     def keyed(self) -> list[int]:
@@ -460,7 +462,7 @@ class Shape:
 
     def turned(self, window: int) -> int:
         """Features of a head that rotate in layers with this window."""
-        own = self.far_rotary_size if not window else 0
+        own = self.global_rotary_size if not window else 0
         return own or self.rotary_size or self.turning_size(window)
 
     def order(self, window: int) -> tuple[int, ...]:
@@ -480,7 +482,7 @@ class Shape:
     @property
     def turns(self) -> bool:
         """Whether some layers have a rotary embedding."""
-        return len(self.unturned) < self.layers
+        return len(self.nope_layers) < self.layers
 
     @property
     def chunk(self) -> int:
@@ -490,7 +492,7 @@ class Shape:
     @property
     def turned_positions(self) -> int:
         """Positions of the rotary table: where no rotary layer looks beyond a chunk, positions restart with each."""
-        chunks = self.chunk and all(self.windows[layer] for layer in range(self.layers) if layer not in self.unturned)
+        chunks = self.chunk and all(self.windows[layer] for layer in range(self.layers) if layer not in self.nope_layers)
         return min(self.max_positions, self.chunk) if chunks else self.max_positions
 
     @property
@@ -498,8 +500,9 @@ class Shape:
         """Elements of the rotary tables, which every rank has whole, with one row for layers without a rotary embedding; and of the
         query scales."""
         size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
-        query_scale = self.max_positions * ((self.rope.query_scale > 0) + (self.nope_query_scale is not None) + self.sharpened)
-        return 2 * (self.turned_positions * (size * self.turns + local) + size * bool(self.unturned)) + query_scale
+        scales = (self.rope.query_scale > 0) + (self.nope_query_scale is not None) + self.scalable_softmax
+        tables = self.turned_positions * (size * self.turns + local) + size * bool(self.nope_layers)
+        return 2 * tables + self.max_positions * scales
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Parameters on one rank. `tables`: copies of the vocabulary's table, if not as in the checkpoint; `tokens`: counts only
@@ -567,23 +570,23 @@ class Shape:
         """Parameters of attention in a layer without keys of its own."""
         size = self.keys(window).size
         matrices = elements(self._questions(ranks, window))
-        own = self.asking(window) // ranks * size
+        own = self.query_heads(window) // ranks * size
         return matrices + self.qkv_bias * own + self.output_bias * self.hidden + self.qk_norm * size
 
     def _questions(self, ranks: int, window: int) -> Matrices:
         """Matrices of attention in such a layer."""
-        asked = self.asking(window) * self.keys(window).size
+        asked = self.query_heads(window) * self.keys(window).size
         return [(asked // ranks, self.hidden, self.hidden), (self.hidden, asked, asked // ranks)]
 
     def _attention(self, ranks: int, window: int, latent: Latent | None) -> int:
         """Parameters of attention in a layer with this window and these latents."""
-        heads, keys = self.asking(window) // ranks, self.keys(window)
+        heads, keys = self.query_heads(window) // ranks, self.keys(window)
         matrices = elements(self._projections(ranks, window, latent))
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
-        of_heads = (self.sunk(window) + 2 * self.sharpened) * heads
+        of_heads = (self.has_sinks(window) + 2 * self.scalable_softmax) * heads
         return matrices + self._beside(ranks, window, latent) + self.output_bias * self.hidden + norms + of_heads
 
-    def sunk(self, window: int) -> bool:
+    def has_sinks(self, window: int) -> bool:
         """Whether heads of layers with this window have attention sinks."""
         return self.sinks and (window > 0 or not self.local_sinks)
 
@@ -592,19 +595,19 @@ class Shape:
         if latent is not None:
             return latent.matrices(self.heads, ranks, self.hidden, self._gates_columns(ranks, window))
         size, inputs = self.keys(window).own_values, self.attention_inputs
-        asked = self.asking(window) * size
+        asked = self.query_heads(window) * size
         return [(self._heads_columns(ranks, window), inputs, inputs), (self.hidden, asked, asked // ranks)]
 
     def _heads_columns(self, ranks: int, window: int) -> int:
         """Output columns of the query, key and value projections, and of gates, on one rank."""
         keys, gates = self.keys(window), self._gates_columns(ranks, window)
-        asked, values = self.asking(window) // ranks * keys.size, keys.values * keys.own(ranks) * keys.own_values
+        asked, values = self.query_heads(window) // ranks * keys.size, keys.values * keys.own(ranks) * keys.own_values
         return asked + keys.own(ranks) * keys.size + values + gates
 
     def _gates_columns(self, ranks: int, window: int) -> int:
         """Of these, the columns of gates."""
         each = 1 if self.head_gates else self.latent.values if self.latent else self.keys(window).own_values
-        return self.asking(window) // ranks * each if self.attention_gates else 0
+        return self.query_heads(window) // ranks * each if self.attention_gates else 0
 
     def _unbiased(self, ranks: int, window: int) -> int:
         """Of these, columns without biases where others have some, for which zeros are held."""
@@ -623,7 +626,8 @@ class Shape:
         wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
         wide += len(self.indexing) * self.index.wide(self.hidden) if self.index else 0
         each = (
-            (self.sunk(window) + 2 * self.sharpened) * count * self.asking(window) for (window, _), count in self._alike.items()
+            (self.has_sinks(window) + 2 * self.scalable_softmax) * count * self.query_heads(window)
+            for (window, _), count in self._alike.items()
         )
         wide += sum(each) // ranks + self._waves
         wide += sum(count * latent.floats(self.hidden) for (_, latent), count in self._alike.items() if latent)
@@ -645,7 +649,7 @@ class Shape:
             made += len(self.ngrams.layers) * self.ngrams.spread * self.ngrams.channels(self.hidden)
         if self.alibi:
             made += self.max_positions * self.heads // ranks * self.alibi.features
-        made += self.turned_norm * 2 * (self.layers - len(self.unturned)) * self.head_size
+        made += self.turned_norm * 2 * (self.layers - len(self.nope_layers)) * self.head_size
         found = (self.parameters(ranks, 2 if packed else None) + made) * item + wide * (4 - item)
         found += sum(4 * self.vocabulary * mixture.chosen for mixture in self.mixtures if mixture and mixture.hashed)
         return found - self.saved(ranks, item, device, dtype)

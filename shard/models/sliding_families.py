@@ -109,7 +109,7 @@ def _flint(config: Config) -> Shape:
         sinks=True,
         sinks_name="softmax_offset",
         windows=windows_of(given, kinds),
-        unturned=layers_of(kinds, FULL),
+        nope_layers=layers_of(kinds, FULL),
     )
 
 
@@ -134,7 +134,7 @@ def _kolibri(config: Config) -> Shape:
         qk_norm=True,
         norms=AROUND_KOLIBRI,
         windows=windows_of(given, kinds),
-        unturned=layers_of(kinds, FULL),
+        nope_layers=layers_of(kinds, FULL),
     )
 
 
@@ -169,7 +169,7 @@ def _laguna(config: Config) -> Shape:
     return replace(
         base,
         heads=heads[SLIDING if slides else FULL],
-        far=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL]) if slides else None,
+        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL]) if slides else None,
         mixtures=by_kinds(given.get("mlp_layer_types") or [PLAIN_MLP, *[EXPERTS] * (base.layers - 1)], mixture, base.layers),
         qk_norm=True,
         attention_gates=True,
@@ -180,7 +180,7 @@ def _laguna(config: Config) -> Shape:
         windows=windows_of(given, kinds),
         local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
         rotary_size=parts[slides],
-        far_rotary_size=parts[0] if slides else 0,
+        global_rotary_size=parts[0] if slides else 0,
     )
 
 
@@ -228,7 +228,7 @@ def _mimo(config: Config) -> Shape:
     return replace(
         found,
         kv_heads=2 * base.kv_heads,
-        far=Keys(heads=base.kv_heads, size=base.head_size, value_size=values),
+        global_keys=Keys(heads=base.kv_heads, size=base.head_size, value_size=values),
         value_size=values,
         sinks=True,
         sinks_name="attention_sink_bias",
@@ -304,7 +304,7 @@ def step_3(config: Config) -> Shape:
     return replace(
         base,
         heads=int(given.get("num_sliding_attention_heads") or heads) if slides else heads,
-        far=Keys(heads=base.kv_heads, size=base.head_size, queries=heads) if slides else None,
+        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads) if slides else None,
         mixtures=tuple(
             one and replace(one, limit=limit, shared_limit=other) for one, limit, other in zip(sparse, limits, shared, strict=True)
         ),
@@ -319,7 +319,7 @@ def step_3(config: Config) -> Shape:
         windows=windows_of(given, kinds),
         local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
         rotary_size=parts[slides],
-        far_rotary_size=parts[0] if slides else 0,
+        global_rotary_size=parts[0] if slides else 0,
         aliases=STEP_3_NAMES,
     )
 

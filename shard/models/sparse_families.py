@@ -252,7 +252,7 @@ def _afmoe(config: Config) -> Shape:
         qk_norm=True,
         norms=AROUND_AFMOE,
         windows=windows_of(given, kinds),
-        unturned=layers_of(kinds, FULL),
+        nope_layers=layers_of(kinds, FULL),
         embedding_factor=base.hidden**0.5 if given.get("mup_enabled") else 1.0,
     )
 

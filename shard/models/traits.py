@@ -193,7 +193,7 @@ class Index:
     turned_last: bool = False  # the checkpoint has rotary features after the others
     epsilon: float = 1e-6  # of the keys' layer norm
     streaming: bool = False  # queries are projected from the residual stream, after a layer norm, instead of from query latents
-    sharpened: bool = False  # scalable softmax of its queries, as `Shape.sharpened`
+    scalable_softmax: bool = False  # scalable softmax of its queries, as `Shape.scalable_softmax`
     # Tokens of a pool, which is chosen as a whole by a gated mean of their keys (GLM 5 Next); 0: tokens are chosen singly.
     pool: int = 0
 
@@ -214,7 +214,7 @@ class Index:
 
     def wide(self, hidden: int) -> int:
         """Elements held in float32: the head weights' projection, scalable softmax, and the biases of gates."""
-        return self.heads * (hidden + 2 * self.sharpened) + self.pool * self.size
+        return self.heads * (hidden + 2 * self.scalable_softmax) + self.pool * self.size
 
     def elements(self, queries: int, hidden: int) -> int:
         """All parameters: matrices, norms of keys and of the queries' input, gates, and what is `wide`."""
@@ -370,7 +370,7 @@ class Latent:
         """Features of a token that a layer computes, before zeros pad them to those of other layers."""
         return self.size + self.turned
 
-    def asking(self, heads: int) -> tuple[int, int, int]:
+    def query_matrix(self, heads: int) -> tuple[int, int, int]:
         """The matrix from query latents to the queries of so many heads."""
         inputs = (1 + self.gated) * self.queries
         return heads * (self.plain + self.turned + self.gated * self.values), inputs, inputs
@@ -404,7 +404,7 @@ class Latent:
         beside = self.width + gates
         if not self.queries:
             return [(asked + beside, hidden, hidden), back]
-        return [(self.queries + beside, hidden, hidden), self.asking(own), back]
+        return [(self.queries + beside, hidden, hidden), self.query_matrix(own), back]
 
     def beside(self, heads: int, ranks: int, hidden: int, biased: bool) -> int:
         """Other parameters on a rank: norms and biases, and the projections from latents to heads."""

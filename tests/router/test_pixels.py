@@ -594,6 +594,20 @@ def test_all_image_formats_and_colour_modes_are_read(folder: Path) -> None:
     assert len(prepared(folder, *(encoded(image.convert(mode), form) for form, mode in forms))) == len(forms)
 
 
+def test_16_bit_grey_images_keep_their_shades(folder: Path) -> None:
+    grey = noise_image(84, 112).convert("L")
+    wide = Image.fromarray(numpy.asarray(grey).astype(numpy.uint16) * 257)
+    [found, expected] = prepared(folder, encoded(wide), encoded(grey))
+    assert found == expected
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP"])
+def test_broken_exif_is_ignored(folder: Path, form: str) -> None:
+    image = noise_image(56, 112)
+    [found, expected] = prepared(folder, encoded(image, form, lossless=True, exif=b"Exif\0\0junkjunk"), encoded(image))
+    assert found == expected
+
+
 def test_exif_orientation_is_applied(folder: Path) -> None:
     image, exif = noise_image(56, 112), Image.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees
@@ -626,6 +640,20 @@ def test_unusable_image_is_refused_with_its_number_and_the_reason(folder: Path, 
 def test_image_too_thin_for_the_pixel_limit_is_refused(folder: Path) -> None:
     with pytest.raises(Refused, match="image 1 is too thin"):
         prepared(folder, encoded(noise_image(3000, 20)), max_pixels=20_000)
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        *[(name, "nothing of it is left where its longer side has") for name in ("mistral3", "pixtral", "lighton_ocr")],
+        ("llava", "with 336 pixels on its shorter side it has more than"),
+    ],
+)
+def test_image_of_one_column_is_refused_as_too_thin(family: str, why: str, tmp_path: Path) -> None:
+    """For LLaVA it would have 564 million pixels before most of them are cut off."""
+    make_image_model(tmp_path, family)
+    with pytest.raises(Refused, match=f"image 2 is too thin: {why}"):
+        prepared(tmp_path, encoded(noise_image(99, 120)), encoded(noise_image(1, 5000)))
 
 
 def test_image_that_takes_longer_than_the_time_limit_is_refused(folder: Path) -> None:

@@ -440,7 +440,7 @@ def test_kernels_of_sparse_attention_are_compiled_during_warm_up(activity: Activ
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
     engine.resize(PAGES)
     known = {*activity.launches}
-    most = engine.decoder.shape.choosy
+    most = engine.decoder.shape.sparse_beyond
     for rows in (1, 3, linear.FEWER + 1):
         assert len(run(engine, [tiny.group(uid, range(10, 10 + most + uid % 3), 4) for uid in range(1, rows + 1)])) == 4 * rows
     assert "scores_kernel" in {one.kernel for one in activity.launches}
@@ -697,10 +697,10 @@ def test_no_model_family_makes_the_host_wait_within_a_step(activity: Activity, n
     activity.waits.clear()
     assert len(run(engine, groups)) == 18
     shape = engine.decoder.shape
-    assert engine.forward.replayed > 5 or shape.choosy
+    assert engine.forward.replayed > 5 or shape.sparse_beyond
     assert {(one.place, one.why) for one in activity.waits} <= WAITS
     names = {launched.kernel for launched in activity.launches}
-    assert ("scores_kernel" in names) == (shape.choosy > 0)
+    assert ("scores_kernel" in names) == (shape.sparse_beyond > 0)
     assert ("experts_kernel" in names) == any(shape.mixtures)
     assert ("latents_kernel" in names) == (shape.latent is not None and not shape.compressed)
     assert ("entries_kernel" in names) == (shape.compressed is not None)

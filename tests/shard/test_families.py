@@ -153,7 +153,7 @@ def test_layer_types_missing_in_config_json_are_those_of_transformers(
     layers_without_rope = [layer for layer, has_rope in enumerate(getattr(expected, "no_rope_layers", [])) if not has_rope]
     if architecture in ("AfmoeForCausalLM", "Exaone4ForCausalLM", "Cohere2ForCausalLM"):
         layers_without_rope = [layer for layer, kind in enumerate(expected.layer_types) if kind == "full_attention"]
-    assert sorted(found.unturned) == layers_without_rope
+    assert sorted(found.nope_layers) == layers_without_rope
     expected_count = 9 // more.get("sliding_window_pattern", 4)
     counts = {
         "AfmoeForCausalLM": 2,
@@ -800,7 +800,14 @@ DIFFERENT_PARTIAL_ROTARY_FACTORS = {
         ),
         (config("PhimoeForCausalLM", rope_scaling=LONGROPE_WITH_MSCALES), "6 factors of longrope, 4 are needed"),
         (config("PhimoeForCausalLM", num_experts_per_tok=3), "num_experts_per_tok 3 is not supported"),
-        (config("LlamaForCausalLM", rope_scaling=LONGROPE), "'longrope' is not supported"),
+        (
+            config("LlamaForCausalLM", rope_scaling=LONGROPE),
+            "'longrope' is not supported: .* with original_max_position_embeddings",
+        ),
+        (
+            config("LlamaForCausalLM", rope_scaling=LONGROPE, original_max_position_embeddings=8),
+            "6 factors of longrope, 4 are needed",
+        ),
         (config("GraniteForCausalLM", logits_scaling=0), "logits_scaling 0, a number above 0"),
         (config("GraniteSWAForCausalLM", layer_rope_theta=[1e4]), r"layer_rope_theta \[10000.0\], a number for each layer"),
         (config("GraniteSWAForCausalLM", layer_rope_theta=[[1], [2]]), "a number for each layer"),

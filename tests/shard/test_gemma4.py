@@ -85,7 +85,7 @@ def test_fields_missing_in_config_json_have_transformers_defaults() -> None:
         names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
         assert sizes == tuple(expected.to_dict()[name] for name in (*names, "max_position_embeddings"))
         assert max(found.windows) == expected.sliding_window
-        assert found.far == Keys(heads=4, size=512)
+        assert found.global_keys == Keys(heads=4, size=512)
 
 
 def test_kv_cache_size_of_a_token_depends_on_the_layer_type() -> None:

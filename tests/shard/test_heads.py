@@ -140,9 +140,9 @@ def test_fitting_rank_counts_divide_or_repeat_heads() -> None:
     """Query heads, and heads of linear attention, are divided among ranks; key heads may be repeated, each equally often."""
     model = shape(json.loads((tiny.folder("gemma4") / "config.json").read_text()))
     wide = replace(model, heads=24, kv_heads=6, intermediate=240)
-    assert replace(wide, far=None).fitting == [1, 2, 3, 6, 12, 24]
-    assert replace(wide, far=Keys(heads=4, size=32)).fitting == [1, 2, 12, 24]
+    assert replace(wide, global_keys=None).fitting == [1, 2, 3, 6, 12, 24]
+    assert replace(wide, global_keys=Keys(heads=4, size=32)).fitting == [1, 2, 12, 24]
     with pytest.raises(Unsupported, match=r"^6 key/value heads can't be divided by 4 ranks: use --num-shard 1, 2, 6, 12, 24$"):
         wide.check_ranks(4)
     with pytest.raises(Unsupported, match=r"^4 key/value heads of layers without a window can't be divided by 6 ranks"):
-        replace(wide, far=Keys(heads=4, size=32)).check_ranks(6)
+        replace(wide, global_keys=Keys(heads=4, size=32)).check_ranks(6)

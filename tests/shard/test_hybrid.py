@@ -184,7 +184,7 @@ def test_granite_4_shapes_equal_transformers_config(more: dict[str, Any]) -> Non
         limits=expected.time_step_limit,
     )
     assert found == shape(fields | {"layer_types": expected.layer_types})  # today's names of layer types
-    assert found.unturned == (set() if expected.position_embedding_type == "rope" else set(range(9)))
+    assert found.nope_layers == (set() if expected.position_embedding_type == "rope" else set(range(9)))
     assert (found.kv_heads, found.max_positions, found.norm_epsilon) == (expected.num_key_value_heads, 2048, expected.rms_norm_eps)
     assert (found.intermediate, found.logit_divisor) == (expected.shared_intermediate_size, expected.logits_scaling)
     assert len(found.mixtures) == (9 if expected.num_local_experts else 0)
@@ -318,9 +318,9 @@ def test_nemotron_h_shapes_equal_transformers_config(more: dict[str, Any]) -> No
     }
     assert found.layers == len(kinds)
     assert set(found.attending) == layers_by_kind["full_attention"]
-    assert found.inattentive == layers_by_kind["mlp"] | layers_by_kind["moe"]
+    assert found.without_attention == layers_by_kind["mlp"] | layers_by_kind["moe"]
     assert found.recurrent == LinearAttentionShape(
-        layers=frozenset(range(len(kinds))) - found.inattentive - layers_by_kind["full_attention"],
+        layers=frozenset(range(len(kinds))) - found.without_attention - layers_by_kind["full_attention"],
         key_heads=expected.n_groups,
         value_heads=expected.mamba_num_heads,
         key_size=expected.ssm_state_size,
@@ -336,7 +336,7 @@ def test_nemotron_h_shapes_equal_transformers_config(more: dict[str, Any]) -> No
         expected.head_dim,
     )
     assert (found.intermediate, found.norm_epsilon) == (expected.intermediate_size, expected.layer_norm_epsilon)
-    assert (found.max_positions, found.unturned) == (expected.max_position_embeddings, set(range(found.layers)))
+    assert (found.max_positions, found.nope_layers) == (expected.max_position_embeddings, set(range(found.layers)))
     assert {layer for layer, mixture in enumerate(found.mixtures) if mixture} == layers_by_kind["moe"]
     mixture = next(filter(None, found.mixtures))
     assert (mixture.experts, mixture.chosen) == (expected.n_routed_experts, expected.num_experts_per_tok)

@@ -95,7 +95,7 @@ def test_shapes_and_parameters_of_scout_and_maverick() -> None:
     assert all(round(found.parameters(tokens=1) / 1e9) == 17 for found in (scout, maverick))
     layers_without_rope = {layer for layer in range(48) if layer % 4 == 3}
     for found in (scout, maverick):
-        assert (found.unturned, found.nope_query_scale) == (layers_without_rope, TemperatureTuning(strength=0.1, positions=8192))
+        assert (found.nope_layers, found.nope_query_scale) == (layers_without_rope, TemperatureTuning(strength=0.1, positions=8192))
         assert found.windows == (8192, 8192, 8192, 0) * 12
         assert found.turned_positions == found.chunk == 8192
     assert (scout.turned_norm, maverick.turned_norm) == (True, False)
@@ -121,7 +121,7 @@ def test_fields_missing_in_config_json_have_transformers_defaults(more: dict[str
     expected, found = transformers.Llama4TextConfig(**fields), shape({"architectures": ["Llama4ForCausalLM"]} | fields)
     assert ["chunked_attention" if window else "full_attention" for window in found.windows] == expected.layer_types
     assert found.chunk == (expected.attention_chunk_size or 0)
-    assert [layer for layer, has_rope in enumerate(expected.no_rope_layers) if not has_rope] == sorted(found.unturned)
+    assert [layer for layer, has_rope in enumerate(expected.no_rope_layers) if not has_rope] == sorted(found.nope_layers)
     assert [layer for layer, mixture in enumerate(found.mixtures) if mixture] == expected.moe_layers
     for mixture in filter(None, found.mixtures):
         assert (mixture.experts, mixture.chosen) == (expected.num_local_experts, expected.num_experts_per_tok)

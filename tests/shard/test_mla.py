@@ -447,13 +447,13 @@ def test_mistral_large_4_text_shape_equals_transformers() -> None:
     assert found.parameters() == sum(values.numel() for values in text_parameters)
     assert (round(found.parameters() / 1e9), round(found.parameters(tokens=1) / 1e9)) == (1050, 53)
     assert found == mistral_large(config.to_dict()["text_config"])
-    assert sorted(found.unturned) == [layer for layer, has_rope in enumerate(config.text_config.no_rope_layers) if not has_rope]
+    assert sorted(found.nope_layers) == [layer for layer, has_rope in enumerate(config.text_config.no_rope_layers) if not has_rope]
     assert (found.rope.learned, found.rope.amplitude, found.rope.reach, found.final_softcap) == (True, 1.0, 1 << 20, 30.0)
     assert [found.slot(1, layer) for layer in (0, 3)] == [(1, 1, 576 + 128)] * 2
     latent = found.latent_of(3)
     assert latent is not None
     assert (latent.plain, latent.turned, latent.width) == (128, 0, 512)
-    assert found.rotary_elements == replace(found, sharpened=False).rotary_elements + (1 << 20)
+    assert found.rotary_elements == replace(found, scalable_softmax=False).rotary_elements + (1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,30 @@ def test_short_and_long_longrope_frequencies_equal_transformers(original: int) -
             assert rope.amplitude == pytest.approx(amplitude)
 
 
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope"])
+@pytest.mark.parametrize("top", [None, 16, 4096])
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3"])
+def test_top_level_original_max_position_embeddings_takes_precedence(kind: str, top: int | None, architecture: str) -> None:
+    own = configurations.LONGROPE if kind == "longrope" else random_rope_parameters(kind, random.Random(kind))
+    config = getattr(transformers, f"{architecture}Config")(
+        **configurations.SMALL, head_dim=12, rope_parameters=own | {"original_max_position_embeddings": 128}
+    )
+    said = json.loads(config.to_json_string()) | {"architectures": [f"{architecture}ForCausalLM"]}
+    if top is not None:
+        said["original_max_position_embeddings"] = config.original_max_position_embeddings = top
+    rope = shape(said).rope
+    for positions in (8, 8192):
+        expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=positions)
+        torch.testing.assert_close(frequencies(rope, 12, positions), expected, rtol=1e-6, atol=0)
+        assert rope.amplitude == pytest.approx(amplitude)
+
+
+def test_su_the_first_name_of_longrope_is_read() -> None:
+    config = json.loads((tiny.folder("longrope") / "config.json").read_text())
+    said = configurations.LONGROPE | {"rope_type": "su"}
+    assert shape(config | {"rope_parameters": said}) == shape(config | {"rope_parameters": configurations.LONGROPE})
+
+
 def test_yarn_extends_max_positions_unless_the_original_number_is_given() -> None:
     """As Qwen's model cards say: YaRN is added to the config, and the model then accepts factor times as many tokens as it was
     trained on, though max_position_embeddings stays the same."""

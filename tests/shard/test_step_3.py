@@ -165,7 +165,7 @@ def test_the_hubs_config_fields_are_read_like_those_of_transformers() -> None:
     assert found == shape(ARCHITECTURE | {"text_config": saved_config})
     assert found.parameters() / 1e9 == pytest.approx(196.9, abs=0.5)
     assert found.parameters(tokens=1) / 1e9 == pytest.approx(11.5, abs=0.5)
-    assert (found.asking(0), found.asking(512), found.keys(0).heads) == (64, 96, 8)
+    assert (found.query_heads(0), found.query_heads(512), found.keys(0).heads) == (64, 96, 8)
     assert (found.turned(0), found.turned(512)) == (64, 128)
     assert (found.rope.kind, found.local_rope and found.local_rope.kind) == ("llama3", "default")
     assert [mixture and (mixture.limit, mixture.shared_limit) for mixture in found.mixtures[41:]] == [(0, 0)] * 2 + [(7, 16)] * 2

@@ -138,6 +138,8 @@ def make_model(name: str, folder: Path, seed: int = 5) -> Any:
             for key, values in (*model.named_parameters(), *model.named_buffers()):
                 if (values.dim() > 1 and values.is_floating_point()) or "bias" in key or "std_" in key:
                     values.normal_(0, 0.1)
+                if key.endswith(("put_min", "put_max")):  # bounds of projections' inputs and outputs, which some values exceed
+                    values.fill_((1.6 if "input" in key else 0.7) * (-1 if key.endswith("min") else 0.8))
             if name == "Gemma4Unified":  # transformers embeds a generated placeholder differently: never generate it
                 model.get_input_embeddings().weight[PLACEHOLDER] = 0
     else:
@@ -300,7 +302,7 @@ def _gemma4(bidirectional: str | None, small: bool) -> Any:
     text = GEMMA4_E if small else GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
     config = transformers.Gemma4Config(
         text_config=text | {"use_bidirectional_attention": bidirectional},
-        vision_config=GEMMA4_VISION | {"standardize": bool(bidirectional)},
+        vision_config=GEMMA4_VISION | {"standardize": bool(bidirectional), "use_clipped_linears": small},
         audio_config=None,
         image_token_id=PLACEHOLDER,
         boi_token_id=5,
