@@ -120,9 +120,8 @@ def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
     try:
         return (option_types.boolean if field.metadata["switch"] else field.metadata["kind"])(text)
     except ValueError as error:
-        secret = field.metadata["kind"] is option_types.keys and option_types.keys_of(
-            text
-        )  # what was mistyped may be most of a key
+        # What was mistyped may be most of a key.
+        secret = field.metadata["kind"] is option_types.keys and option_types.keys_of(text)
         raise UsageError(f"{source}={'...' if secret else ' '.join(text.split())}: {error}") from None
 
 
