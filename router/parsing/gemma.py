@@ -31,10 +31,7 @@ class GemmaForm:
 
     opens = (OPEN,)
     markers = (OPEN, CLOSE, QUOTE)
-
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        return False
-        yield
+    bare = False
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
         if not (yield from after_space(source, CALL)):

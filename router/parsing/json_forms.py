@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .calls import MAX_NAME, Calls, decoded, json_call, stream, usable
 from .source import Source, Steps, after_space, expect, space, up_to
@@ -18,21 +19,16 @@ class JsonForm:
 
     opens: tuple[str, ...]
     close: str = ""  # may be missing
-    bare: bool = False  # an answer may also begin with a call without a marker
+    bare: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         opens = [token for marker in self.opens for token in TOKEN.findall(marker)]
         return (*opens, self.close) if self.close else tuple(opens)
 
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        """Reads calls at the very beginning of the answer, where no marker stands."""
-        return self.bare and (yield from _objects(source, calls, strict=True))
-
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
-        """Reads calls behind a marker."""
-        found = yield from _objects(source, calls, strict=False)
-        if found and self.close:
+        found = yield from _objects(source, calls, strict=not marker)
+        if found and marker and self.close:
             yield from after_space(source, self.close)
         return found
 
@@ -42,10 +38,7 @@ class MistralForm:
 
     opens = (MISTRAL,)
     markers = (MISTRAL, "[CALL_ID]", "[ARGS]")
-
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        return False
-        yield
+    bare = False
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
         if (yield from space(source)) in ("[", "{"):
@@ -68,6 +61,7 @@ class NamingForm:
 
     open: str
     close: str
+    bare: ClassVar[bool] = False
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -76,10 +70,6 @@ class NamingForm:
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.open, self.close)
-
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        return False
-        yield
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
         if not (yield from after_space(source, "[")):

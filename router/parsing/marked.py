@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .calls import MAX_NAME, Calls, stream, usable
 from .source import Source, Steps, after_space, space, up_to
@@ -19,6 +20,7 @@ class MarkedForm:
     separator: str
     end: str
     section_end: str
+    bare: ClassVar[bool] = False
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -27,10 +29,6 @@ class MarkedForm:
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.section, self.call, self.separator, self.end, self.section_end)
-
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        return False
-        yield
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
         if marker == self.section and not (yield from after_space(source, self.call)):

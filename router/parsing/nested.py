@@ -23,10 +23,7 @@ class NestedForm:
 
     opens = (OPEN, INVOKE)
     markers = (MARK, OPEN, CLOSE)
-
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        return False
-        yield
+    bare = False
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
         found = False

@@ -31,12 +31,13 @@ class PythonicForm:
     def markers(self) -> tuple[str, ...]:
         return (self.open, self.close)
 
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        return self.listed and (yield from self._all(source, calls, strict=True))
+    @property
+    def bare(self) -> bool:
+        return self.listed
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
-        found = yield from self._all(source, calls, strict=False)
-        if found:
+        found = yield from self._all(source, calls, strict=not marker)
+        if found and marker:
             yield from after_space(source, self.close)
         return found
 

@@ -35,12 +35,13 @@ class Form(Protocol):
         """All strings that must arrive as text, though they may be special tokens."""
         ...
 
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        """Reads calls at the beginning of the answer, without a marker. Returns whether there was one."""
+    @property
+    def bare(self) -> bool:
+        """Whether an answer may also begin with a call, without a marker."""
         ...
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
-        """Reads calls behind a marker. Returns whether there was one."""
+        """Reads calls behind a marker; "": at the beginning of the answer. Returns whether there was one."""
         ...
 
 
@@ -270,7 +271,7 @@ def _text_and_calls(source: Source, form: Form | None, calls: Calls, end: str) -
     """Reads content and calls. Whitespace next to a call belongs to it. end: a marker that is left out once, with the whitespace
     next to it."""
     start = source.at
-    if form is not None and (yield from form.first(source, calls)):
+    if form is not None and form.bare and (yield from form.read(source, calls, "")):
         yield from space(source)
     else:
         source.at = start

@@ -5,6 +5,7 @@ Types come from the tool's schema, or, in DeepSeek V3.2, from the tag.
 
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .calls import MAX_NAME, Calls, json_call, usable
 from .parameters import STRING, TYPES, Types
@@ -36,6 +37,7 @@ class TaggedForm:
     section: str = ""
     section_end: str = ""
     python: bool = False  # chat templates write null, lists and objects as Python does
+    bare: ClassVar[bool] = False
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -46,10 +48,6 @@ class TaggedForm:
         name_end = "" if self.function else self.function_end
         found = (*self.opens, name_end, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, self.within)
         return tuple(filter(None, (*found, self.section_end)))
-
-    def first(self, source: Source, calls: Calls) -> Steps[bool]:
-        return False
-        yield
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
         if marker == self.section:
