@@ -6,9 +6,9 @@ import string as characters
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .parameters import Parameters, Types
+from .parameters import Parameters
 from .parts import Arguments, Call
-from .source import Pieces, Source, Steps, after_space, expect, space
+from .source import Markers, Pieces, Source, Steps, after_space, before, expect, space
 from .values import encodable, follow_json, string, whole
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's parameters, by the tool's name
@@ -44,14 +44,6 @@ class Calls:
     def given(self, name: str) -> bool:
         """Whether there certainly is such a tool."""
         return self._tools is not None and name in self._tools
-
-    def declares(self, name: str, parameter: str) -> bool:
-        """Whether the tool certainly has such a parameter."""
-        return self.parameters(name).declares(parameter)
-
-    def types(self, name: str, parameter: str) -> Types:
-        """The types that a tool's parameter may have, as far as they are known."""
-        return self.parameters(name).types(parameter)
 
     def parameters(self, name: str) -> Parameters:
         """What the schema says of a tool's parameters; nothing, if it is not known."""
@@ -122,6 +114,17 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
         yield calls.arguments(arguments)
         return True
     return begun
+
+
+def string_before(source: Source, calls: Calls, ends: Markers) -> Steps[bool]:
+    """Reads a string without quotes and its end, and emits it as a JSON string as it arrives. Returns False if there is no end."""
+    yield calls.arguments('"')
+    end = yield from before(source, ends, lambda text: calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1]), spaces="")
+    if not end:
+        return False
+    source.at += len(end)
+    yield calls.arguments('"')
+    return True
 
 
 def decoded(source: Source) -> Steps[str]:

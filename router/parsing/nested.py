@@ -2,12 +2,11 @@
 from the tool's schema. A special token stands before each tag. JSON objects are read as well.
 """
 
-import sys
 from typing import Any
 
-from .calls import MAX_NAME, Calls, json_call, usable
+from .calls import MAX_NAME, Calls, json_call, string_before, usable
 from .parameters import STRING, Parameters
-from .source import Markers, Source, Steps, after_space, before, expect, space, up_to
+from .source import Markers, Source, Steps, after_space, expect, space, up_to
 from .values import dump, typed
 
 MARK = "]<]minimax[>["
@@ -69,8 +68,9 @@ class NestedForm:
             source.at = start
             return False
         head, parameters = f"{comma}{dump(key)}: ", calls.parameters(name)
-        if calls.types(name, key) == STRING:
-            return (yield from _string(source, calls, head, f"{MARK}</{key}>"))
+        if parameters.types(key) == STRING:
+            yield calls.arguments(head)
+            return (yield from string_before(source, calls, Markers(f"{MARK}</{key}>")))
         node = yield from _node(source, key, 1)
         if node is None:
             source.at = start
@@ -79,20 +79,10 @@ class NestedForm:
         return True
 
 
-def _string(source: Source, calls: Calls, head: str, end: str) -> Steps[bool]:
-    """Reads a string, which is emitted as it arrives."""
-    yield calls.arguments(f'{head}"')
-    found = yield from before(source, Markers(end), lambda text: calls.arguments(dump(text)[1:-1]), spaces="")
-    source.at += len(found)
-    if found:
-        yield calls.arguments('"')
-    return bool(found)
-
-
 def _node(source: Source, tag: str, depth: int) -> Steps[Node | None]:
     """Reads what stands in a tag, and its end. None: it is broken or cut off."""
     found: list[tuple[str, Node]] = []
-    text = yield from up_to(source, MARK, sys.maxsize // 2)
+    text = yield from up_to(source, MARK)
     while text is not None and not (text.strip() and found):
         if (yield from expect(source, f"</{tag}>")):
             return found or text
@@ -103,7 +93,7 @@ def _node(source: Source, tag: str, depth: int) -> Steps[Node | None]:
         if inner is None or node is None:
             return None
         found.append((inner, node))
-        text = yield from up_to(source, MARK, sys.maxsize // 2)
+        text = yield from up_to(source, MARK)
     return None
 
 

@@ -28,14 +28,14 @@ class Parameters:
     """The parameters of one tool. Schemas come from clients: each reference is followed once per query, so that none takes long."""
 
     def __init__(self, schema: Any) -> None:
-        self._root = schema
+        self.schema = schema  # of all parameters together
         self._referred: dict[str, Types | None] = {}  # types behind references
         self._found: dict[str, Types] = {}  # of parameters, by name
 
     def declares(self, name: str) -> bool:
         """Whether the schema mentions the parameter."""
         try:
-            return self._types(self._root, lambda level: TYPES if name in _properties(level) else None, {}) is not None
+            return self._types(self.schema, lambda level: TYPES if name in _properties(level) else None, {}) is not None
         except RecursionError:
             return False
 
@@ -52,7 +52,7 @@ class Parameters:
             return self.types_of(value) if isinstance(value, Mapping) else None
 
         try:
-            return self._types(self._root, own, {}) or TYPES
+            return self._types(self.schema, own, {}) or TYPES
         except RecursionError:
             return TYPES
 
@@ -64,15 +64,15 @@ class Parameters:
     def plain(self) -> dict[str, tuple[Any, bool]] | None:
         """Each parameter's schema and whether it is required; None if valid arguments need more than that. Raises
         RecursionError."""
-        found = self._merged(self._root)
-        if found is None or found.keys() & (SUBTLE | EITHER | LISTING) or ELSEWHERE.search(json.dumps(self._root)):
+        found = self._merged(self.schema)
+        if found is None or found.keys() & (SUBTLE | EITHER | LISTING) or ELSEWHERE.search(json.dumps(self.schema)):
             return None
         required = {name for name in _parts(found, "required") if isinstance(name, str)}
         others = sorted(required - _properties(found).keys())
         declared = _properties(found) | dict.fromkeys(others, found.get("additionalProperties", True))
         if any(not isinstance(value, dict | bool) or (value is False and name in required) for name, value in declared.items()):
             return None
-        shared = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        shared = {key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema}
         referring = {name for name, value in declared.items() if isinstance(value, dict) and '"$ref": ' in json.dumps(value)}
         if len(referring) * len(json.dumps(shared)) > MOST_SHARED:
             return None
@@ -91,11 +91,6 @@ class Parameters:
                 return None
             found += values
         return found
-
-    @property
-    def schema(self) -> Any:
-        """The schema of all parameters together."""
-        return self._root
 
     def part(self, schema: Any, key: str | None) -> Any:
         """The schema of an object's value with this key; None: of a list's items. {} if nothing is said of it."""
@@ -156,7 +151,7 @@ class Parameters:
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
-            yield from self._levels(target(self._root, reference), seen)
+            yield from self._levels(target(self.schema, reference), seen)
         for part in _parts(schema, "allOf"):
             yield from self._levels(part, seen)
 
@@ -170,7 +165,7 @@ class Parameters:
         if isinstance(reference, str):
             if reference not in seen:
                 seen[reference] = None
-                seen[reference] = self._types(target(self._root, reference), own, seen)
+                seen[reference] = self._types(target(self.schema, reference), own, seen)
             found.append(seen[reference])
         found += [self._types(part, own, seen) for part in _parts(schema, "allOf")]
         for key in EITHER:

@@ -94,7 +94,7 @@ def _argument(source: Source, calls: Calls, name: str) -> Steps[str | None]:
         value = literal((yield from _expression(source)))
         return value[1:-1].strip() if value is not None and value.startswith("{") else None
     key = yield from _word(source)
-    if not (key.isidentifier() or calls.declares(name, key)) or not (yield from after_space(source, "=")):
+    if not (key.isidentifier() or calls.parameters(name).declares(key)) or not (yield from after_space(source, "=")):
         return None
     value = literal((yield from _expression(source)))
     return None if value is None else f"{dump(key)}: {value}"

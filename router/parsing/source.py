@@ -6,6 +6,7 @@ looks at the next character waits for it.
 """
 
 import re
+import sys
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
@@ -159,7 +160,7 @@ def after_space(source: Source, literal: str) -> Waits[bool]:
     return False
 
 
-def up_to(source: Source, literal: str, limit: int) -> Waits[str | None]:
+def up_to(source: Source, literal: str, limit: int = sys.maxsize // 2) -> Waits[str | None]:
     """Reads the text up to and including the literal. Returns None, with nothing read, if it is not within `limit` characters."""
     while True:
         stop = source.text.find(literal, source.at, source.at + limit + len(literal))

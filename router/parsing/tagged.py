@@ -3,14 +3,12 @@
 Types come from the tool's schema, or, in DeepSeek V3.2, from the tag.
 """
 
-import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .calls import MAX_NAME, Calls, json_call, usable
+from .calls import MAX_NAME, Calls, json_call, string_before, usable
 from .parameters import STRING, TYPES, Types
-from .parts import Arguments
-from .source import Markers, Source, Steps, after_space, before, space, up_to
+from .source import Markers, Source, Steps, after_space, space, up_to
 from .values import dump, typed
 
 
@@ -120,7 +118,7 @@ class TaggedForm:
             if key is None or (self.value and not (yield from after_space(source, self.value))):
                 source.at = start
                 return False
-            types = calls.types(name, key.strip())
+            types = calls.parameters(name).types(key.strip())
             if self.kinds is not None:
                 stated = yield from self._stated_types(source, self.kinds, types)
                 if stated is None:
@@ -145,25 +143,13 @@ class TaggedForm:
         ends = Markers(f"\n{self.value_end}", self.value_end) if self.lines else Markers(self.value_end)
         if self.lines:
             yield from _line_end(source)
-        yield calls.arguments('"')
-        end = yield from before(source, ends, lambda text: _escaped(calls, text), spaces="")
-        if not end:
-            return False
-        source.at += len(end)
-        yield calls.arguments('"')
-        return True
+        return (yield from string_before(source, calls, ends))
 
     def _value(self, source: Source, calls: Calls, types: Types) -> Steps[bool]:
         """Reads any other value, or one of unknown type, which is emitted when it is complete."""
-        while True:
-            stop = source.text.find(self.value_end, source.at)
-            if stop >= 0:
-                break
-            if source.ended:
-                return False
-            yield None
-        text = source.text[source.at : stop]
-        source.at = stop + len(self.value_end)
+        text = yield from up_to(source, self.value_end)
+        if text is None:
+            return False
         yield calls.arguments(typed(_inner(text) if self.lines else text, types, self.python))
         return True
 
@@ -177,7 +163,3 @@ def _line_end(source: Source) -> Steps[None]:
     while source.at == len(source.text) and not source.ended:
         yield None
     source.at += source.text.startswith("\n", source.at)
-
-
-def _escaped(calls: Calls, text: str) -> Arguments:
-    return calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
