@@ -116,8 +116,7 @@ class Chats:
     def _calls(self, tools: Tools, parser: str, format: Grammar | None, prompt: str, continued: str) -> Grammar:
         return constraint(
             parser,
-            [tool for tool in tools.given if tool["function"]["name"] in tools.schemas],
-            tools.named,
+            tools.schemas,
             tools.parallel,
             format=format,
             reasoning=self._reasoning,

@@ -20,7 +20,6 @@ class Tools:
     given: list[dict[str, Any]] = field(default_factory=list)  # as the client sent them; empty: nothing is called
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # JSON schemas of the parameters, by the tool's name
     forced: bool = False  # the answer must be calls and nothing else
-    named: str | None = None  # the tool that must be called, once
     parallel: bool = True  # several calls are allowed
 
 
@@ -43,9 +42,9 @@ def tools_of(tools: list[Any] | None, choice: str | dict[str, Any] | None, paral
     if choice in (None, "auto", "required"):
         if not given:
             raise Refused('`tool_choice`: "required" needs `tools`', "tool_choice")
-        return Tools(given, schemas, choice == "required", None, parallel is not False)
+        return Tools(given, schemas, choice == "required", parallel is not False)
     name = _name(choice)
-    return Tools(given, {name: _known(name, schemas)}, forced=True, named=name, parallel=False)
+    return Tools(given, {name: _known(name, schemas)}, forced=True, parallel=False)
 
 
 def _tool(tool: Any, place: str) -> dict[str, Any]:

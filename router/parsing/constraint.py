@@ -24,13 +24,33 @@ from .values import dump, typed
 Json = Mapping[str, Any]
 GIGACHAT = "<|function_call|>"
 SLASH = re.compile(r"\\?[\s\S]")  # a character of a pattern, with its escape
-NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+# What stands before, between and after all calls of an answer ...
+AROUND: dict[str, tuple[Sequence[str], str, Sequence[str]]] = {
+    "llama3_json": ([], "; ", []),
+    "json": (["["], ", ", ["]"]),
+    "pythonic": (["["], ", ", ["]"]),
+    "lfm2": (["<|tool_call_start|>", "["], ", ", ["]", "<|tool_call_end|>"]),
+    "olmo3": (["<function_calls>"], "\n", ["</function_calls>"]),
+    "cohere": (["<|START_ACTION|>", "["], ", ", ["]", "<|END_ACTION|>"]),
+    "nemotron_json": (["<TOOLCALL>", "["], ", ", ["]", "</TOOLCALL>"]),
+    "granite": (["<|tool_call|>", "["], ", ", ["]"]),
+    "jamba": (["<tool_calls>", "["], ", ", ["]", "</tool_calls>"]),
+    "phi4_mini_json": (["functools["], ", ", ["]"]),
+    "mistral": (["[TOOL_CALLS]", "["], ", ", ["]"]),
+    "apertus": (["<|tools_prefix|>", "["], ", ", ["]", "<|tools_suffix|>"]),
+    "minimax_m3": ([nested.MARK, "<tool_call>", "\n"], "\n", ["\n", nested.MARK, "</tool_call>"]),
+    "gigachat3": ([GIGACHAT], ", ", []),
+}
+# ... and before and after each call, where each has its own markers.
+EACH = {
+    "hermes": (["<tool_call>", "\n"], ["\n", "</tool_call>"]),
+    "internlm": (["<|action_start|>", "<|plugin|>", "\n"], ["<|action_end|>"]),
+}
 
 
 def constraint(
     parser: str,
-    tools: Sequence[Json],
-    named: str | None,
+    schemas: Mapping[str, Json],
     parallel: bool,
     *,
     format: Grammar | None = None,
@@ -39,26 +59,24 @@ def constraint(
     continued: str = "",
     special: Special = lambda text: None,
 ) -> Grammar:
-    """The grammar for one call or, if they may be `parallel` and none is named, several; or else for an answer in a `format`.
+    """The grammar for one call or, if they may be `parallel`, several; or else for an answer in a `format`.
 
-    `tools` as in OpenAI's requests. A model with a `reasoning` parser may reason first; it must end its reasoning if the `prompt`,
-    or the `continued` part of the answer, has opened it. `special`: the id of a string that is one token wherever it stands,
-    `Tokenizer.added_id`: llguidance takes most of them for special tokens, which no literal matches. Raises Refused.
+    `schemas`: of the parameters of each tool that may be called. A model with a `reasoning` parser may reason first; it must end
+    its reasoning if the `prompt`, or the `continued` part of the answer, has opened it. `special`: the id of a string that is one
+    token wherever it stands, `Tokenizer.added_id`: llguidance takes most of them for special tokens, which no literal matches.
+    Raises Refused.
     """
-    functions = [tool["function"] for tool in tools if named is None or tool["function"]["name"] == named]
-    assert functions, "no such tool"
     parser = HARMONY if reasoning == HARMONY else parser
     form = FORMS.get(parser)
     lark = Lark(special, within=form.within if isinstance(form, TaggedForm) else "")
     header = parser == HARMONY and bool(harmony.begun(prompt))
     try:
-        calls = [_call(lark, parser, function, header) for function in functions]
+        calls = [_call(lark, parser, name, schema, header) for name, schema in schemas.items()]
     except RecursionError:
         raise Refused("`tools` have parameters that are nested too deeply", "tools") from None
-    several = parallel and named is None
     before = _thinking(lark, parser, reasoning, prompt, continued)
     lark.rule("call", " | ".join(calls))
-    written = _around(lark, parser, several)
+    written = _around(lark, parser, parallel and parser != HARMONY)  # gpt-oss ends its turn with a call
     if format is not None:
         answer = _answer(lark, parser, format, prompt)
         if answer is None:
@@ -101,10 +119,9 @@ def _escaped(match: re.Match[str]) -> str:
     return {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}.get(match[0], match[0])
 
 
-def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:
-    """The rule of one call of this function. `header`: the prompt ends behind a role, where gpt-oss often continues with the
+def _call(lark: Lark, parser: str, name: str, schema: Json, header: bool) -> str:
+    """The rule of one call of this tool. `header`: the prompt ends behind a role, where gpt-oss often continues with the
     recipient."""
-    name, schema = function["name"], function.get("parameters") or NO_PARAMETERS
     if too_large(schema):
         raise lark.too_large
     schema = objects(schema if "$ref" in schema else {**schema, "type": "object"})
@@ -135,59 +152,23 @@ def _call(lark: Lark, parser: str, function: Json, header: bool) -> str:
 
 def _around(lark: Lark, parser: str, several: bool) -> str:
     """The rule of one or several calls, with the text before, between and after them."""
-    form = None if parser == HARMONY else FORMS[parser]
-    before, between, after = [], "", []
-    match parser:
-        case "hermes":
-            return _each(lark, several, ["<tool_call>", "\n"], ["\n", "</tool_call>"])
-        case "internlm":
-            return _each(lark, several, ["<|action_start|>", "<|plugin|>", "\n"], ["<|action_end|>"])
-        case "llama3_json":
-            between = "; "
-        case "harmony":
-            several = False  # gpt-oss ends its turn with a call
-        case "json" | "pythonic":
-            before, between, after = ["["], ", ", ["]"]
-        case "lfm2":
-            before, between, after = ["<|tool_call_start|>", "["], ", ", ["]", "<|tool_call_end|>"]
-        case "olmo3":
-            before, between, after = ["<function_calls>"], "\n", ["</function_calls>"]
-        case "cohere":
-            before, between, after = ["<|START_ACTION|>", "["], ", ", ["]", "<|END_ACTION|>"]
-        case "nemotron_json":
-            before, between, after = ["<TOOLCALL>", "["], ", ", ["]", "</TOOLCALL>"]
-        case "granite":
-            before, between, after = ["<|tool_call|>", "["], ", ", ["]"]
-        case "jamba":
-            before, between, after = ["<tool_calls>", "["], ", ", ["]", "</tool_calls>"]
-        case "phi4_mini_json":
-            before, between, after = ["functools["], ", ", ["]"]
-        case "mistral":
-            before, between, after = ["[TOOL_CALLS]", "["], ", ", ["]"]
-        case "apertus":
-            before, between, after = ["<|tools_prefix|>", "["], ", ", ["]", "<|tools_suffix|>"]
-        case "minimax_m3":
-            before, between, after = [nested.MARK, "<tool_call>", "\n"], "\n", ["\n", nested.MARK, "</tool_call>"]
-        case "gigachat3":
-            before, between = [GIGACHAT], ", "
-            if not lark.is_token(GIGACHAT):  # an older model, whose calls are messages of a role of their own
-                before = ["<|message_sep|>", "\n\nfunction call", "<|role_sep|>", "\n"]
+    form, one = FORMS.get(parser), "call"
+    before, between, after = AROUND.get(parser, ((), "", ()))
+    if parser in EACH:
+        begin, end = EACH[parser]
+        one, between = f"{lark.text(*begin)} call {lark.text(*end)}", "\n"
+    elif parser == "gigachat3" and not lark.is_token(GIGACHAT):  # an older model, whose calls are messages of a role of their own
+        before = ("<|message_sep|>", "\n\nfunction call", "<|role_sep|>", "\n")
     if isinstance(form, MarkedForm):
         before, after = [form.section], [form.section_end]
-    if isinstance(form, TaggedForm):
+    elif isinstance(form, TaggedForm):
         between = "\n"
         if form.kinds is not None:  # all calls in one tag
             before, after = [form.call, "\n"], ["\n", form.call_end]
         elif form.section:
             before, after = [form.section, "\n"], ["\n", form.section_end]
-    more = f"({lark.text(between)} call)*" if several else ""
-    return f"{lark.text(*before)} call {more} {lark.text(*after)}"
-
-
-def _each(lark: Lark, several: bool, before: list[str], after: list[str]) -> str:
-    """Calls each with their own markers, on lines of their own."""
-    one = f"{lark.text(*before)} call {lark.text(*after)}"
-    return f"{one} ({lark.text(chr(10))} {one})*" if several else one
+    more = f"({lark.text(between)} {one})*" if several else ""
+    return f"{lark.text(*before)} {one} {more} {lark.text(*after)}"
 
 
 def _marked(lark: Lark, parser: str, form: MarkedForm, name: str, schema: Json) -> str:

@@ -44,7 +44,7 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
-SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in TOOLS}
+SCHEMAS = tools_of(TOOLS, "required", None).schemas
 
 
 LARGE_SCHEMA = {"type": "object", "properties": {f"q{i}": {"type": "string", "description": "x" * 50} for i in range(1000)}}
@@ -56,8 +56,7 @@ def test_definitions_in_a_grammar_are_shared_and_too_large_grammars_refused(pars
 
     def source(properties: Any, definitions: Any) -> str:
         parameters = {"type": "object", "properties": properties, "$defs": definitions}
-        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        return constraint(parser, [tool], None, True).source
+        return constraint(parser, {"f": parameters}, True).source
 
     small = {f"d{i}": {"type": "object", "properties": {"a": {"type": "integer"}}} for i in range(61)}
     assert len(source({f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(25)}, small)) < 10_000
@@ -71,7 +70,7 @@ def test_too_large_parameters_are_refused_before_they_are_read(parser: str, monk
     monkeypatch.setattr(sys.modules[constraint.__module__], "objects", None)
     parameters = {"type": "object", "properties": {f"p{i}": {} for i in range(65_536 // 8)}}
     with pytest.raises(Refused, match="`tools` is too large: its grammar has more than 65536 characters"):
-        constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], None, True)
+        constraint(parser, {"f": parameters}, True)
 
 
 DSML = (
@@ -168,10 +167,10 @@ def test_random_text_under_the_grammar_is_parsed_as_valid_calls(parser: str, spe
     model = ConstrainedModel(
         [marker for marker in markers(None, parser) if (special and marker[0] in "<[") or parser == "harmony"], parser
     )
-    parallel = constraint(parser, TOOLS, None, True, special=model.special.get)
+    parallel = constraint(parser, SCHEMAS, True, special=model.special.get)
     assert parallel.kind == "lark"
-    single = constraint(parser, TOOLS, None, False, special=model.special.get)
-    named = constraint(parser, TOOLS, "weather", True, special=model.special.get)
+    single = constraint(parser, SCHEMAS, False, special=model.special.get)
+    named = constraint(parser, {"weather": WEATHER}, False, special=model.special.get)
     most_calls = complete = 0
     for _ in range(12):
         for grammar in (parallel, single, named):
@@ -200,7 +199,7 @@ def test_grammar_allows_reasoning_before_a_forced_call(reasoning: str, special: 
 
     def grammar(prompt: str, continued: str = "") -> str:
         options: dict[str, Any] = {"reasoning": reasoning, "prompt": prompt + continued, "continued": continued}
-        return constraint("hermes", TOOLS, "now", True, **options, special=model.special.get).source
+        return constraint("hermes", {"now": SCHEMAS["now"]}, False, **options, special=model.special.get).source
 
     [opened, *_], [closed, *_] = form.opens, form.closes
     assert model.accepts(grammar("<user>"), call)
@@ -259,7 +258,7 @@ def test_lark_and_ebnf_formats_are_not_combined_with_reasoning_or_tools() -> Non
     for format in (lark('start: "a"'), rules('root ::= "a"')):
         assert format_grammar(format, "deepseek_r1", special=lambda text: None) is None
         with pytest.raises(Refused, match="a format that is a grammar is not supported"):
-            constraint("hermes", TOOLS, None, True, format=format)
+            constraint("hermes", SCHEMAS, True, format=format)
 
 
 def test_reasoning_is_not_allowed_after_a_continued_answer_has_begun() -> None:
@@ -276,12 +275,12 @@ def test_reasoning_is_not_allowed_after_a_continued_answer_has_begun() -> None:
 def test_harmony_reasoning_puts_calls_of_any_parser_and_formats_into_channels() -> None:
     model = ConstrainedModel(list(markers("harmony", None)))
     format = json_schema({"properties": {}})
-    source = constraint("json", TOOLS, None, True, format=format, reasoning="harmony", special=model.special.get).source
+    source = constraint("json", SCHEMAS, True, format=format, reasoning="harmony", special=model.special.get).source
     assert model.accepts(source, "<|channel|>final<|message|>{}")
     assert model.accepts(source, "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}")
     assert not model.accepts(source, "{}")
     options: dict[str, Any] = {"prompt": "<|start|>assistant<|channel|>final<|message|>{", "special": model.special.get}
-    assert model.accepts(constraint("harmony", TOOLS, None, True, format=format, **options).source, "{}")
+    assert model.accepts(constraint("harmony", SCHEMAS, True, format=format, **options).source, "{}")
 
 
 def test_schema_with_repeated_types_is_translated_quickly() -> None:
@@ -289,8 +288,7 @@ def test_schema_with_repeated_types_is_translated_quickly() -> None:
     for _ in range(12):
         schema = {"type": ["object", "array"] * 9, "properties": {"a": schema}, "items": {"type": "integer"}}
     start = time.thread_time()
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": schema}}}}
-    constraint("gemma4", [tool], None, True)
+    constraint("gemma4", {"f": {"type": "object", "properties": {"a": schema}}}, True)
     assert time.thread_time() - start < 9
 
 
@@ -301,7 +299,7 @@ def test_harmony_call_without_channel_is_allowed_if_the_prompt_ends_with_the_rol
     channel = '<|channel|>commentary to=functions.pick <|constrain|>json<|message|>{"b": true}'
 
     def accepts(prompt: str, text: str) -> bool:
-        grammar = constraint("harmony", TOOLS, None, True, prompt=prompt, special=model.special.get)
+        grammar = constraint("harmony", SCHEMAS, True, prompt=prompt, special=model.special.get)
         parts = parts_of([text], None, "harmony", prompt=prompt, schemas=SCHEMAS)
         accepted = model.accepts(grammar.source, text)
         assert not accepted or [part for part in parts if not isinstance(part, Reasoning)] == [
@@ -349,7 +347,7 @@ def test_harmony_call_without_channel_is_allowed_if_the_prompt_ends_with_the_rol
 )
 def test_trained_call_format_of_each_family_is_allowed(parser: str, text: str) -> None:
     model = ConstrainedModel([])
-    source = constraint(parser, TOOLS, None, True, special=model.special.get).source
+    source = constraint(parser, SCHEMAS, True, special=model.special.get).source
     assert model.accepts(source, text)
     assert not model.accepts(source, text.replace("name", "nome").replace("c", "k"))
     assert not model.accepts(source, f"{text} So.")
@@ -360,7 +358,7 @@ def test_markers_of_a_format_may_be_special_tokens() -> None:
     call, marker = '{"name": "now", "arguments": {}}', "]<]minimax[>["
     for special in ([], [marker]):
         model = ConstrainedModel(special, "letters")
-        source = constraint("minimax_m3", TOOLS, None, True, special=model.special.get).source
+        source = constraint("minimax_m3", SCHEMAS, True, special=model.special.get).source
         for text in (
             f"{marker}<tool_call>\n{call}\n{marker}</tool_call>",
             f"{marker}<tool_call>\n{call}\n{call}\n{marker}</tool_call>",
@@ -371,7 +369,7 @@ def test_markers_of_a_format_may_be_special_tokens() -> None:
     new, old = f"<|function_call|>{call}", f"<|message_sep|>\n\nfunction call<|role_sep|>\n{call}"
     for special in ("<|function_call|>", "<|role_sep|>"):
         model = ConstrainedModel([special])
-        source = constraint("gigachat3", TOOLS, None, False, special=model.special.get).source
+        source = constraint("gigachat3", SCHEMAS, False, special=model.special.get).source
         assert [model.accepts(source, text) for text in (new, old)] == [special == "<|function_call|>", special == "<|role_sep|>"]
 
 
@@ -379,7 +377,7 @@ def test_markers_of_a_format_may_be_special_tokens() -> None:
 def test_token_within_a_tag_is_allowed(token: str) -> None:
     """As in DeepSeek V3.2's vocabulary: no literal of the grammar equals the token."""
     model = ConstrainedModel([token])
-    source = constraint("deepseek_v32", TOOLS, None, True, special=model.special.get).source
+    source = constraint("deepseek_v32", SCHEMAS, True, special=model.special.get).source
     assert model.accepts(source, DSML)
     assert model.accepts(source, DSML.replace("Paris", "</Pa<ris</"))
     assert not model.accepts(source, DSML.replace('string="true">Paris', 'string="false">Paris'))
@@ -406,7 +404,7 @@ def test_token_within_a_tag_is_allowed(token: str) -> None:
 def test_string_argument_ends_at_a_marker_that_is_no_token(parser: str, text: str, schema: dict[str, Any]) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}, "required": ["a"]}
     model = ConstrainedModel([], "letters")
-    source = constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], None, False).source
+    source = constraint(parser, {"f": parameters}, False).source
     assert model.accepts(source, text)
     assert model.accepts(source, text.replace("<b>", "</bb>"))
     assert model.accepts(source, text.replace("<b>", "<")) == (schema != {"minLength": 2})
@@ -481,8 +479,7 @@ def test_random_arguments_under_the_grammar_validate_against_the_schema(parser: 
         properties = {"digit": DIGIT, **{name: PROPERTIES[name] for name in names}}
         required = [name for name in properties if name != "never" and rng.random() < 0.7]
         schema = equivalent_schema({"type": "object", "properties": properties, "required": required}, form)
-        tool = {"type": "function", "function": {"name": "get-it", "parameters": schema}}
-        grammar = constraint(parser, [tool], None, False, special=model.special.get)
+        grammar = constraint(parser, {"get-it": schema}, False, special=model.special.get)
         for _ in range(3):
             text = model.generate(grammar.source, rng, 600)
             if text is None:
@@ -502,8 +499,8 @@ def test_every_parsers_format_can_contain_every_tool_name(parser: str) -> None:
     rng = random.Random(parser)
     model = ConstrainedModel([marker for marker in markers(None, parser) if parser == "harmony"])
     for name in ("get-it", "srv/tool", "ns:tool", "@a/b.c", "$f", "3d", "-", "größe", "function", "n" * 128):
-        [tool] = tools_of([{"type": "function", "function": {"name": name}}], "required", None).given
-        text = model.generate(constraint(parser, [tool], None, False, special=model.special.get).source, rng)
+        schemas = tools_of([{"type": "function", "function": {"name": name}}], "required", None).schemas
+        text = model.generate(constraint(parser, schemas, False, special=model.special.get).source, rng)
         assert text is not None
         read = reader(None, parser, schemas={name: {}})
         found = [part for part in [*read.push(text), *read.end()] if not isinstance(part, Reasoning)]
@@ -527,23 +524,22 @@ def test_every_parsers_format_can_contain_every_tool_name(parser: str) -> None:
 )
 def test_malformed_schema_is_translated_without_an_exception(parser: str, schema: dict[str, Any]) -> None:
     """Checking the grammar may refuse it."""
-    assert constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": schema}}], None, True).source
+    assert constraint(parser, {"f": schema}, True).source
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
 def test_unsatisfiable_argument_is_refused(parser: str) -> None:
     parameters = {"properties": {"a": {"anyOf": []}}, "required": ["a"]}
-    found = constraint(parser, [{"type": "function", "function": {"name": "f", "parameters": parameters}}], None, True)
+    found = constraint(parser, {"f": parameters}, True)
     assert "nsatisfiable" in problem(found)
 
 
 @pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "deepseek_v32", "glm45", "pythonic"])
 def test_schema_with_thousands_of_all_of_parts_is_refused_quickly(parser: str) -> None:
     parts = [{"properties": {f"p{index}": {}}, "required": [f"p{index}"]} for index in range(15_000)]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"allOf": parts}}}
     start = time.thread_time()
     with pytest.raises(Refused, match="its grammar has more than"):
-        constraint(parser, [tool], None, True)
+        constraint(parser, {"f": {"allOf": parts}}, True)
     assert time.thread_time() - start < 1
 
 
@@ -552,7 +548,6 @@ def test_too_deeply_nested_parameters_are_refused(parser: str) -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(3000):
         schema = {"anyOf": [schema]}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": schema}}}}
     with pytest.raises(Refused, match="nested too deeply") as refused:
-        constraint(parser, [tool], None, True)
+        constraint(parser, {"f": {"properties": {"a": schema}}}, True)
     assert refused.value.parameter == "tools"
