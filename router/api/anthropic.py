@@ -97,7 +97,7 @@ class Anthropic:
         chat = _chat(body, messages)
         with _wording(places):
             asked = _parameters(http, body, truncation(body, limits.max_input_tokens))
-            request, make = await self._chats.request(chat, chat.messages, asked, limits)
+            request, make = await self._chats.request(chat, asked, limits)
         clock.valid()
         blocks = Blocks(message_parser_of(make))
         message, usage = Message(body.model or self._config.model), Usage(len(request.prompt))
@@ -119,7 +119,7 @@ class Anthropic:
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)
         with _wording(places):
-            ids = await self._validator.encode(await self._chats.text(chat, chat.messages), bool(body.add_special_tokens))
+            ids = await self._validator.encode(await self._chats.text(chat), bool(body.add_special_tokens))
         return json_response({"input_tokens": len(ids)})
 
 

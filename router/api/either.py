@@ -86,7 +86,7 @@ class Either:
     async def chat_tokenize(self, http: web.Request) -> web.Response:
         """POST /chat_tokenize: the prompt that a chat becomes, and its tokens."""
         body = await read(http, self._chat, self._config.payload_limit)
-        text = await self._chats.text(body, body.messages)
+        text = await self._chats.text(body)
         spans = await self._tgi.spans(text, bool(body.add_special_tokens))
         return json_response({"tokenize_response": spans, "templated_text": text})
 
@@ -96,7 +96,7 @@ class Either:
         if kind.messages is msgspec.UNSET:
             return await self._tgi.tokenize(http)
         body = await read(http, self._tokenize, self._config.payload_limit)
-        text = await self._chats.text(body, body.messages)
+        text = await self._chats.text(body)
         return await self._tgi.count(text, bool(body.add_special_tokens), bool(body.return_token_strs))
 
     async def _instance(self, http: web.Request, data: msgspec.Raw) -> tuple[Request, str]:
@@ -118,7 +118,7 @@ class Either:
         asked = parameters(http, body, width=width, max_new_tokens=body.most, truncate=truncate)
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         with naming(inputs="messages", max_new_tokens=limit, **width.names, truncate="truncate_prompt_tokens"):
-            request, _ = await self._chats.request(body, body.messages, asked, limits)
+            request, _ = await self._chats.request(body, asked, limits)
         return request
 
 

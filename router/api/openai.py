@@ -119,7 +119,7 @@ class OpenAI:
         limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         theirs = {"inputs": "messages", "max_new_tokens": limit, "top_n_tokens": "top_logprobs"}
         with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
-            request, make = await self._chats.request(body, body.messages, asked, limits)
+            request, make = await self._chats.request(body, asked, limits)
         shapes = Chat(self._writer, bool(body.logprobs), make)
         return await self._answer(http, clock, self._asked(body, [request], shapes, shown, headers))
 

@@ -1,7 +1,7 @@
 """From a chat to a `Request`, and to the parser of its answers: chat template, tools, reasoning, response format. Shared by all
 chat routes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -33,15 +33,15 @@ class Chats:
         self._parser, self._reasoning = tokenizer.parsers
 
     async def request(
-        self, body: ChatBody, messages: Sequence[Mapping[str, Any]], asked: Parameters, limits: Limits
+        self, body: ChatBody, asked: Parameters, limits: Limits
     ) -> tuple[Request, Callable[[], MessageParser] | None]:
         """The request, and a factory of output parsers, one for each answer; None: answers are plain text."""
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
-        images = images_of(messages)
+        images = images_of(body.messages)
         self._validator.check_images(len(images), limits)
         async with in_time(asked):
-            prompt = await self._render(body, messages, tools)
-        continued = _text(messages[-1]) if _continues(body, messages[-1]) else ""
+            prompt = await self._render(body, tools)
+        continued = _text(body.messages[-1]) if _continues(body) else ""
         format = None if tools.forced else grammar_of(body)
         parser = self._parser if tools.given else None
         reasoning, grammar = self._reasoning, format
@@ -50,7 +50,7 @@ class Chats:
             grammar = self._calls(tools, parser, format, prompt, continued)
         elif format is not None and reasoning is not None:
             with naming(grammar=format_name(body)):
-                grammar = self._formatted(format, reasoning, prompt, continued)
+                grammar = format_grammar(format, reasoning, prompt=prompt, continued=continued, special=self._tokenizer.added_id)
             if grammar is None:  # no grammar can follow the reasoning, so it binds the answer from the first token on
                 reasoning, grammar = None, format
         thinking = self._thinking(body, prompt, continued)
@@ -68,15 +68,15 @@ class Chats:
 
         return request, make
 
-    async def text(self, body: ChatBody, messages: Sequence[Mapping[str, Any]]) -> str:
+    async def text(self, body: ChatBody) -> str:
         """The prompt's text alone. Raises Refused if there are images, whose tokens cannot be counted without preprocessing
         them."""
-        if images_of(messages):
+        if images_of(body.messages):
             raise Refused("`messages` with images is not supported on this route", "messages")
-        return await self._render(body, messages, tools_of(body.tools, body.tool_choice, body.parallel_tool_calls))
+        return await self._render(body, tools_of(body.tools, body.tool_choice, body.parallel_tool_calls))
 
-    async def _render(self, body: ChatBody, given: Sequence[Mapping[str, Any]], tools: Tools) -> str:
-        messages = messages_of(given)
+    async def _render(self, body: ChatBody, tools: Tools) -> str:
+        messages = messages_of(body.messages)
         if body.add_generation_prompt and body.continue_final_message:
             raise Refused("`continue_final_message` excludes `add_generation_prompt`", "continue_final_message")
         effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
@@ -86,7 +86,7 @@ class Chats:
             documents=body.documents,
             variables=effort | (body.chat_template_kwargs or {}),
             add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=_continues(body, given[-1]),
+            continue_final_message=_continues(body),
             folds_system=body.folds_system,
         )
         return await self._tokenizer.chat_prompt(chat, body.chat_template)
@@ -110,9 +110,6 @@ class Chats:
             return None
         raise Refused(f"`{BUDGET}` is not supported: no token ends this model's reasoning (--reasoning-parser)", BUDGET)
 
-    def _formatted(self, format: Grammar, reasoning: str, prompt: str, continued: str) -> Grammar | None:
-        return format_grammar(format, reasoning, prompt=prompt, continued=continued, special=self._tokenizer.added_id)
-
     def _calls(self, tools: Tools, parser: str, format: Grammar | None, prompt: str, continued: str) -> Grammar:
         return constraint(
             parser,
@@ -131,11 +128,12 @@ def message_parser_of(make: Callable[[], MessageParser] | None) -> MessageParser
     return make() if make else MessageParser(reader(None, None))
 
 
-def _continues(body: ChatBody, last: Mapping[str, Any]) -> bool:
+def _continues(body: ChatBody) -> bool:
     """Whether the last message is continued. As in TGI, an answer that the client has begun is, unless the request says
     otherwise."""
     if body.continue_final_message is not None:
         return body.continue_final_message
+    last = body.messages[-1]
     begun = last.get("role") == "assistant" and isinstance(last.get("content"), str | list) and not last.get("tool_calls")
     return begun and not body.add_generation_prompt
 

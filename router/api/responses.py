@@ -116,7 +116,7 @@ class Responses:
         theirs = {"inputs": "input", "messages": "input", "max_new_tokens": "max_output_tokens", "response_format": "text.format"}
         named = naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens")
         with _flat(body.tools), named, placing(places):
-            request, make = await self._chats.request(chat, chat.messages, asked, limits)
+            request, make = await self._chats.request(chat, asked, limits)
         clock.valid()
         output = Output(message_parser_of(make), self._writer.logprob if logprobs else None)
         pending = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
