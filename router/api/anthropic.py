@@ -106,8 +106,7 @@ class Anthropic:
             events = Events(message, blocks, usage, full)
             return await send(http, self._batcher, [request], events, stream_headers_of(clock, [request]) | headers)
         [[answer]] = await fold([self._batcher.submit(request)])
-        items: list[Token | Finish] = [*answer.tokens, answer.finish]
-        await self._writer.each(len(items), 0, lambda places: [None for place in places for _ in blocks.read(items[place])])
+        await self._writer.each(answer.items, 0, lambda item: list(blocks.read(item)))
         usage.cached_tokens, usage.completion_tokens = answer.prompt.cached_tokens, len(answer.tokens)
         content = message.json(blocks.blocks, usage, end_of(answer.finish, blocks.parser, full))
         return json_response(content, headers_of(clock, [request], [answer]) | headers)

@@ -8,6 +8,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ LOWEST_LOGPROB = -9999.0  # JSON knows no infinity, and clients expect a number
 PART = 1024  # log-probabilities encoded at a time, or tokens parsed: 2 ms (x86, one core)
 
 encode = msgspec.json.Encoder().encode
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,24 +55,23 @@ class LogprobWriter:
         stream = self._tokenizer.stream((), (), True, echo.request.skip_special_tokens)
         length = 0
 
-        def offset(place: int) -> int:
+        def offset(id: int) -> int:
             nonlocal length
-            before, id = length, ids[place]
-            piece = stream.push(id)
+            before, piece = length, stream.push(id)
             if echo.text and self._tokenizer.is_special(id):  # sent as text, or added by the tokenizer
                 length += len(piece.text) * echo.text.startswith(piece.text, length)
             else:
                 length = _behind(echo.text or "", length, piece.delta)
             return before
 
-        offsets = await self.listed(len(ids), 0, offset)
+        offsets = await self.listed(ids, 0, offset)
         stream.end()
         text = echo.text or stream.text
         if logprobs is None:
             return PromptEcho(text, len(text), None)
         content = {
-            "tokens": await self.listed(len(ids), 0, lambda place: self._tokenizer.token_text(ids[place])),
-            "token_logprobs": await self.listed(len(ids), 0, lambda place: _bounded(prompt.logprobs[place])),
+            "tokens": await self.listed(ids, 0, self._tokenizer.token_text),
+            "token_logprobs": await self.listed(prompt.logprobs, 0, _bounded),
             "top_logprobs": await self._tops(echo.request, prompt) if logprobs else None,
             "text_offset": offsets,
         }
@@ -90,7 +91,7 @@ class LogprobWriter:
                 for each, (logprob, rank) in ({id: ranked.get(id, (own, None))} | ranked).items()
             }
 
-        return await self.listed(len(request.prompt), request.prompt_top_n, entry)
+        return await self.listed(range(len(request.prompt)), request.prompt_top_n, entry)
 
     def logprob(self, token: Token) -> dict[str, object]:
         """A generated token's entry with its alternatives, in the shape of chats."""
@@ -113,21 +114,25 @@ class LogprobWriter:
             pairs = [(request.prompt[place], own), *_top(request, prompt, place)]
             return most([(self._tokenizer.token_text(id), logprob) for id, logprob in pairs])
 
-        return await self.listed(len(request.prompt), request.prompt_top_n, top)
+        return await self.listed(range(len(request.prompt)), request.prompt_top_n, top)
 
-    async def listed(self, tokens: int, alternatives: int, of: Callable[[int], object]) -> msgspec.Raw:
-        """A JSON list with `of(place)` for each place, called in order."""
+    async def listed(self, items: Sequence[Value], alternatives: int, of: Callable[[Value], object]) -> msgspec.Raw:
+        """A JSON list with `of(item)` for each item, called in order."""
         parts: list[bytes] = []
-        await self.each(tokens, alternatives, lambda places: parts.append(encode([of(place) for place in places])[1:-1]))
+        await self._in_parts(items, alternatives, lambda part: parts.append(encode([*map(of, part)])[1:-1]))
         return msgspec.Raw(b"[%b]" % b",".join(parts))
 
-    async def each(self, tokens: int, alternatives: int, do: Callable[[range], object]) -> None:
-        """Calls `do` with ranges of places, in order, and yields to the event loop in between."""
+    async def each(self, items: Sequence[Value], alternatives: int, do: Callable[[Value], object]) -> None:
+        """Calls `do` with each item, in order."""
+        await self._in_parts(items, alternatives, lambda part: [*map(do, part)])
+
+    async def _in_parts(self, items: Sequence[Value], alternatives: int, do: Callable[[Sequence[Value]], object]) -> None:
+        """Calls `do` with one part of the items after the other, and yields to the event loop in between."""
         size = max(PART // (1 + alternatives), 1)
-        for start in range(0, tokens, size):
+        for start in range(0, len(items), size):
             async with self._turn:
-                do(range(start, min(start + size, tokens)))
-                if tokens > size:
+                do(items[start : start + size])
+                if len(items) > size:
                     await asyncio.sleep(0)
 
 

@@ -232,18 +232,14 @@ class Chat:
             message: Json = {"role": "assistant", "content": answer.finish.text, "refusal": None}
             reason = REASONS[answer.finish.reason]
         else:
-            items: list[Token | Finish] = [*tokens, answer.finish]
             parts: list[Part] = []
-            await self._writer.each(
-                len(items), 0, lambda places: parts.extend(part for place in places for part in parser.read(items[place]))
-            )
+            await self._writer.each(answer.items, 0, lambda item: parts.extend(parser.read(item)))
             message = message_of(parts, whole=True)
             reason = parser.reason(answer.finish)
         logprobs = None
         if self._logprobs:
-            wide = len(tokens[0].top)
             logprobs = {
-                "content": await self._writer.listed(len(tokens), wide, lambda place: self._writer.logprob(tokens[place])),
+                "content": await self._writer.listed(tokens, len(tokens[0].top), self._writer.logprob),
                 "refusal": None,
             }
         choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
@@ -310,7 +306,7 @@ class Completions:
             text += answer.finish.text
             tokens, tops = answer.tokens, None
             if self._logprobs:
-                tops = await self._writer.listed(len(tokens), self._logprobs, lambda place: most(_pairs(tokens[place])))
+                tops = await self._writer.listed(tokens, self._logprobs, _most_probable)
             generated = self._content(index, tokens, tops)
             content = generated if content is None or generated is None else _joined(content, generated)
         reason = "length" if self._silent else REASONS[answer.finish.reason]
@@ -328,7 +324,7 @@ class Completions:
             return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason) | self._score(item))
         if self._silent:
             return None
-        tops = [most(_pairs(item))] if self._logprobs else None
+        tops = [_most_probable(item)] if self._logprobs else None
         return encode(_chunk_choice(index, {"text": item.delta, "logprobs": self._content(index, [item], tops)}))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
@@ -384,6 +380,6 @@ def _score(finish: Finish) -> Json:
     return {"score": finish.score if math.isfinite(finish.score) else LOWEST_LOGPROB}
 
 
-def _pairs(token: Token) -> list[tuple[str, float]]:
-    """The sampled token and the most probable ones, with their log-probabilities."""
-    return [(token.text, token.logprob), *((other.text, other.logprob) for other in tops_of(token))]
+def _most_probable(token: Token) -> dict[str, float]:
+    """Log-probabilities of the sampled token and of the most probable ones."""
+    return most([(each.text, each.logprob) for each in (token, *tops_of(token))])

@@ -4,14 +4,13 @@ answers."""
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
-from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
+from ..request import Finish, Grown, Item, Prompt, Refused, Token
 from ..text import Tokenizer
 from .body import json_response, read_named
 from .errors import Problem, as_openai
@@ -77,15 +76,6 @@ class ResponsesBody(Common, kw_only=True):
 UNSUPPORTED = ResponsesBody.__struct_fields__[ResponsesBody.__struct_fields__.index("previous_response_id") :]
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The request that a body becomes, and how its answer is to look."""
-
-    request: Request
-    output: Output
-    response: Response
-
-
 class Responses:
     """The handler of /v1/responses."""
 
@@ -119,27 +109,27 @@ class Responses:
             request, make = await self._chats.request(chat, asked, limits)
         clock.valid()
         output = Output(message_parser_of(make), self._writer.logprob if logprobs else None)
-        pending = Asked(request, output, Response(body.model or self._config.model, _echoed(body)))
+        response = Response(body.model or self._config.model, _echoed(body))
         if body.stream:
-            return await send(http, self._batcher, [request], Events(pending), stream_headers_of(clock, [request]) | headers)
+            events = Events(response, output, Usage(len(request.prompt)))
+            return await send(http, self._batcher, [request], events, stream_headers_of(clock, [request]) | headers)
         [[answer]] = await fold([self._batcher.submit(request)])
         tokens = answer.tokens
-        await self._writer.each(
-            len(tokens), len(tokens[0].top), lambda places: [None for place in places for _ in output.token(tokens[place])]
-        )
+        await self._writer.each(tokens, len(tokens[0].top), lambda token: list(output.token(token)))
         for _ in output.finish(answer.finish):
             pass
         usage = Usage(len(request.prompt), len(tokens), answer.prompt.cached_tokens, output.reasoning_tokens)
-        content = pending.response.json(_status(answer.finish), output.items, usage)
+        content = response.json(_status(answer.finish), output.items, usage)
         return json_response(content, headers_of(clock, [request], [answer]) | headers)
 
 
 class Events:
     """The SSE events of one streamed response, numbered."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self._usage = Usage(len(asked.request.prompt))
+    def __init__(self, response: Response, output: Output, usage: Usage) -> None:
+        self._response = response
+        self._output = output
+        self._usage = usage
         self._number = 0
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
@@ -153,13 +143,13 @@ class Events:
     def failed(self, problem: Problem) -> bytes:
         """The event that ends a stream that failed."""
         problem = as_openai(problem)
-        self._asked.output.cut()
+        self._output.cut()
         error = {"code": "server_error", "message": problem.message}
-        content = self._asked.response.json("failed", self._asked.output.items, error=error)
+        content = self._response.json("failed", self._output.items, error=error)
         return self._framed({"type": "response.failed", "response": content})
 
     def _events(self, item: Item) -> Iterator[Json]:
-        output, response = self._asked.output, self._asked.response
+        output, response = self._output, self._response
         if isinstance(item, Token):
             self._usage.completion_tokens += 1
             yield from output.token(item)

@@ -120,6 +120,11 @@ class Answer:
     finish: Finish
 
     @property
+    def items(self) -> list[Token | Finish]:
+        """All that an output parser reads."""
+        return [*self.tokens, self.finish]
+
+    @property
     def mean_logprob(self) -> float:
         """The mean log-probability of its tokens, by which answers of different lengths are compared."""
         return sum(token.logprob for token in self.tokens) / len(self.tokens)

@@ -226,7 +226,7 @@ RESPONSES_BODY = {"input": "x", "max_output_tokens": 90, "include": ["message.ou
         (PATH, {**PROMPT_BODY, "echo": True, "logprobs": 2}, (Tokenizer, "token_text")),
         (PATH, {**PROMPT_BODY, "echo": True, "logprobs": 2, "stream": True}, (Tokenizer, "token_text")),
         (PATH, {**PROMPT_BODY, "prompt_logprobs": 2}, (Tokenizer, "token_text")),
-        (PATH, COMPLETION_BODY, (openai_shapes, "_pairs")),
+        (PATH, COMPLETION_BODY, (openai_shapes, "_most_probable")),
         (CHAT_PATH, CHAT_BODY, (openai_logprobs.LogprobWriter, "logprob")),
         (
             CHAT_PATH,
