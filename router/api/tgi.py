@@ -2,7 +2,7 @@
 events."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -22,7 +22,7 @@ from .body import json_response, read
 from .errors import Problem, tgi_body
 from .links import ImageLoader
 from .ports import Batcher, limits_of
-from .stream import Answer, Clock, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
+from .stream import Clock, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (
     GRAMMARS,
@@ -238,39 +238,22 @@ class Tgi:
         content = GenerateAnswer(asked.prefix + best.finish.text)
         if asked.details:
             prefill = self._prefill(asked.request, best.prompt)  # the same for all
-            content.details = Details(**self._details(asked, best, prefill))
+            content.details = Details(**_details(asked, best.tokens, best.finish, prefill))
             content.details.speculation = _speculation(speculation_of(answer.finish for answer in answers))
             if len(answers) > 1:
-                content.details.best_of_sequences = [
-                    self._other(asked, answer, prefill) for answer in answers if answer is not best
-                ]
+                others = [answer for answer in answers if answer is not best]
+                content.details.best_of_sequences = [_other(asked, one.tokens, one.finish, prefill) for one in others]
         headers = headers_of(clock, [asked.request], [best]) | _characters(asked)
         return json_response([content] if wrapped else content, headers)
 
     async def _streamed(self, http: web.Request, asked: Asked, clock: Clock) -> web.StreamResponse:
         headers = stream_headers_of(clock, [asked.request]) | _characters(asked)
-        events = BeamEvents(asked, self._other) if asked.request.beams else Events(asked)
+        events = BeamEvents(asked) if asked.request.beams else Events(asked)
         return await send(http, self._batcher, [asked.request], events, headers)
-
-    def _other(self, asked: Asked, answer: Answer, prefill: list[PrefillJson]) -> BestOf:
-        return BestOf(generated_text=asked.prefix + answer.finish.text, **self._details(asked, answer, prefill))
 
     def _prefill(self, request: Request, prompt: Prompt) -> list[PrefillJson]:
         scored = zip(request.prompt, prompt.logprobs, strict=True) if request.prompt_logprobs else ()
         return [PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in scored]
-
-    def _details(self, asked: Asked, answer: Answer, prefill: list[PrefillJson]) -> dict[str, Any]:
-        """The details that the best answer and the others have in common."""
-        request, finish = asked.request, answer.finish
-        return {
-            "finish_reason": finish.reason,
-            "generated_tokens": finish.generated_tokens,
-            "seed": asked.seed,
-            "prefill": prefill,
-            "tokens": [_token(token) for token in answer.tokens],
-            "top_tokens": [_top(token) for token in answer.tokens] if request.top_n else msgspec.UNSET,
-            "score": _score(finish),
-        }
 
 
 class Events:
@@ -313,11 +296,9 @@ class BeamEvents(Events):
     The last token's event waits until the search has ended: it also carries the other answers.
     """
 
-    def __init__(self, asked: Asked, other: Callable[[Asked, Answer, list[PrefillJson]], BestOf]) -> None:
+    def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
-        self._other = other
         self._step = 0
-        self._prompt = Prompt(())
         self._tokens: list[list[Token]] = [[] for _ in range(asked.request.choices)]  # of each answer but the best
         self._finishes: dict[int, Finish] = {}
         self._last: Token | None = None  # of the best answer, not sent yet
@@ -336,8 +317,6 @@ class BeamEvents(Events):
                     frames.append(self._grown(item))
                 case Finish():
                     self._finishes[item.choice] = item
-                case Prompt():
-                    self._prompt = item
         if 0 not in self._finishes:
             frames += self._untold()
         return b"".join(frames)
@@ -346,8 +325,8 @@ class BeamEvents(Events):
         """The last token's event."""
         assert self._last is not None
         finish = self._finishes.pop(0)
-        answers = [Answer(self._prompt, self._tokens[choice], own) for choice, own in sorted(self._finishes.items())]
-        return self._frame(self._last, finish, [self._other(self._asked, answer, []) for answer in answers])
+        others = [_other(self._asked, self._tokens[choice], own) for choice, own in sorted(self._finishes.items())]
+        return self._frame(self._last, finish, others)
 
     def _untold(self) -> list[bytes]:
         token, self._last = self._last, None
@@ -357,6 +336,23 @@ class BeamEvents(Events):
         self._step += 1
         event = BeamsEvent(self._step, [_beam(beam) for beam in grown.live], [_beam(beam) for beam in grown.complete])
         return b"event: beams\n" + sse_frame(encode(event))
+
+
+def _other(asked: Asked, tokens: list[Token], finish: Finish, prefill: Sequence[PrefillJson] = ()) -> BestOf:
+    return BestOf(generated_text=asked.prefix + finish.text, **_details(asked, tokens, finish, prefill))
+
+
+def _details(asked: Asked, tokens: list[Token], finish: Finish, prefill: Sequence[PrefillJson]) -> dict[str, Any]:
+    """The details that the best answer and the others have in common."""
+    return {
+        "finish_reason": finish.reason,
+        "generated_tokens": finish.generated_tokens,
+        "seed": asked.seed,
+        "prefill": prefill,
+        "tokens": [_token(token) for token in tokens],
+        "top_tokens": [_top(token) for token in tokens] if asked.request.top_n else msgspec.UNSET,
+        "score": _score(finish),
+    }
 
 
 def _stream_details(asked: Asked, finish: Finish, others: Sequence[BestOf]) -> StreamDetails | None:
