@@ -15,16 +15,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..proto import shard_pb2
+from .replica import Conflict, Unknown
 from .request import Broken, NoModel, NotReady, Refused
 
 NAME = re.compile(r"[!-+\--~]{1,200}")  # without commas, which separate names in the label of a metric that gateways read
 PLACEHOLDER = "tgi"  # the model name that TGI's clients send whatever is served
 
 logger = logging.getLogger(__name__)
-
-
-class Full(Exception):
-    """There is no room for another adapter now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +32,6 @@ class RuntimeAdapter:
     name: str
     folder: str
     digest: str = ""  # of its files; known when one replica has read them
-    ready: bool = False  # all current replicas have it
     retired: bool = False  # clients can't name it any more
     users: int = 0  # requests that use it
 
@@ -90,7 +86,7 @@ class Adapters:
     @property
     def names(self) -> tuple[str, ...]:
         """Names that clients may use."""
-        return *self._first, *(adapter.name for adapter in self._later.values() if adapter.ready and not adapter.retired)
+        return *self._first, *(adapter.name for adapter in self._later.values() if not adapter.retired)
 
     def folder(self, name: str) -> str:
         """The folder of an adapter loaded later; "": unknown."""
@@ -118,8 +114,7 @@ class Adapters:
         return key or ""
 
     def _named(self, name: str) -> RuntimeAdapter | None:
-        found = (adapter for adapter in self._later.values() if adapter.name == name)
-        return next((adapter for adapter in found if adapter.ready and not adapter.retired), None)
+        return next((adapter for adapter in self._later.values() if adapter.name == name and not adapter.retired), None)
 
     # Requests
 
@@ -146,11 +141,11 @@ class Adapters:
 
     async def load(self, name: str, folder: str, replace: bool = False) -> None:
         """Loads an adapter: clients may name it from now on; replace: it takes over a name in use. Goes on if the caller
-        disconnects. Raises Refused, Full, NotReady or Broken."""
+        disconnects. Raises Refused, Conflict, NotReady or Broken."""
         await asyncio.shield(asyncio.ensure_future(self._load(name, folder, replace)))
 
     async def unload(self, name: str) -> None:
-        """Clients can't name it any more. Raises NoModel or Refused."""
+        """Clients can't name it any more. Raises Unknown or Refused."""
         await asyncio.shield(asyncio.ensure_future(self._unload(name)))
 
     async def _load(self, name: str, folder: str, replace: bool) -> None:
@@ -169,7 +164,6 @@ class Adapters:
                 await self._drop(adapter.key)
                 raise
             self._later[adapter.key] = adapter
-            adapter.ready = True
             if before is not None:
                 before.retired = True
             await self._complete(adapter)
@@ -189,7 +183,7 @@ class Adapters:
         if len(self._first) + len(self._later) >= self._room:
             leaving = sum(adapter.retired for adapter in self._later.values())
             wait = f" ({leaving} of them leave when their last requests end)" if leaving else ""
-            raise Full(
+            raise Conflict(
                 f"all {self._room} places for adapters are taken{wait}: unload one (POST /v1/unload_lora_adapter), or start the "
                 "server with more (--max-loras)"
             )
@@ -210,7 +204,7 @@ class Adapters:
                 raise Refused(f"`lora_name`: adapter {name} was there from the start (--lora-adapters), and stays", "lora_name")
             adapter = self._named(name)
             if adapter is None:
-                raise NoModel(f"there is no adapter `{name}`; loaded are: {', '.join(self.names) or 'none'}")
+                raise Unknown(f"there is no adapter `{name}`; loaded are: {', '.join(self.names) or 'none'}", "lora_name")
             adapter.retired = True
             logger.info("adapter %s is unloaded; requests that go by it yet: %d", name, adapter.users)
             await self._retire(adapter)
@@ -250,7 +244,7 @@ class Adapters:
             return True
         if loaded.retired or loaded.name in self._first or len(self._first) + len(self._later) >= self._room:
             return False
-        self._later[loaded.key] = RuntimeAdapter(loaded.key, loaded.name, loaded.folder, loaded.digest, ready=True)
+        self._later[loaded.key] = RuntimeAdapter(loaded.key, loaded.name, loaded.folder, loaded.digest)
         return True
 
     def begin(self) -> None:

@@ -1,6 +1,9 @@
-"""Types in which operators and the router describe replicas. They belong to no HTTP API, and know no batcher."""
+"""Types in which operators and the router describe replicas, and refuse what operators ask. They belong to no HTTP API, and know no
+batcher."""
 
 import msgspec
+
+from .request import Failure, Refused
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,9 +18,9 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     pages: int  # in its KV pool; 0: not known yet
 
 
-class Conflict(Exception):
+class Conflict(Failure):
     """An operator's request that can't be fulfilled now. One line that says what would help."""
 
 
-class Unknown(Exception):
-    """There is no replica of that name."""
+class Unknown(Refused):
+    """An operator's request names a replica, or an adapter, that isn't there."""

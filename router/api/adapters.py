@@ -4,20 +4,18 @@ They need the admin key, if there is one, since what an adapter's name means con
 Without `--max-loras` they are refused.
 """
 
-from collections.abc import Awaitable, Callable
-
 import msgspec
 from aiohttp import web
 
-from ..adapters import Adapters, Full
+from ..adapters import Adapters
 from ..config import RouterConfig
-from ..request import Broken, NoModel, NotReady, Refused
+from ..replica import Unknown
+from ..request import Broken, NotReady, Refused
 from .body import Body, read
-from .errors import HttpError, Problem, unauthorized
+from .errors import unauthorized
 from .tenant import bears, digest
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-NO_ROOM = "adapters are loaded while the server runs if it is started with --max-loras"
 
 
 class LoadBody(msgspec.Struct):
@@ -46,40 +44,29 @@ class AdapterRoutes:
 
     def routes(self) -> list[web.RouteDef]:
         """The routes. Without `--max-loras` they answer how to enable them."""
-        return [web.post(LOAD, self._guarded(self.load)), web.post(UNLOAD, self._guarded(self.unload))]
+        return [web.post(LOAD, self.load), web.post(UNLOAD, self.unload)]
 
-    async def load(self, http: web.Request) -> str:
+    async def load(self, http: web.Request) -> web.Response:
         """POST /v1/load_lora_adapter: the folder is read on every machine that has shards."""
         body = await self._read(http, self._load)
         if not body.lora_path.strip():  # shards would look where they were started
             raise Refused("`lora_path` is empty: name a folder, or OWNER/MODEL of the hub", "lora_path")
-        await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
-        return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        try:
+            await self._adapters.load(body.lora_name, body.lora_path, body.load_inplace)
+        except Broken as lost:
+            raise NotReady(f"the shards were lost meanwhile ({lost}): nothing has changed, try again") from None
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
-    async def unload(self, http: web.Request) -> str:
+    async def unload(self, http: web.Request) -> web.Response:
         """POST /v1/unload_lora_adapter: running requests of the adapter are completed."""
         body = await self._read(http, self._unload)
-        try:
-            await self._adapters.unload(body.lora_name)
-        except NoModel as unknown:
-            raise HttpError(Problem(404, "not_found", str(unknown), "lora_name")) from None
-        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        await self._adapters.unload(body.lora_name)
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _read(self, http: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+        if self._key and not bears(http, [self._key]):
+            raise unauthorized("the admin key")
         body = await read(http, decoder, self._limit)
         if not self._able:
-            raise HttpError(Problem(404, "not_found", NO_ROOM))
+            raise Unknown("adapters are loaded while the server runs if it is started with --max-loras")
         return body
-
-    def _guarded(self, handler: Callable[[web.Request], Awaitable[str]]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def guarded(http: web.Request) -> web.Response:
-            if self._key and not bears(http, [self._key]):
-                raise unauthorized("the admin key")
-            try:
-                return web.Response(text=await handler(http))
-            except Full as full:
-                raise HttpError(Problem(409, "conflict", str(full))) from None
-            except Broken as lost:
-                raise NotReady(f"the shards were lost meanwhile ({lost}): nothing has changed, try again") from None
-
-        return guarded

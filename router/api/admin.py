@@ -11,10 +11,10 @@ import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig, addresses_of
-from ..replica import Conflict, Replica, Unknown
+from ..replica import Replica, Unknown
 from ..request import Refused
 from .body import json_response, read
-from .errors import HttpError, Problem, unauthorized
+from .errors import unauthorized
 from .ports import Replicas
 from .tenant import bears, digest
 
@@ -83,24 +83,13 @@ class Admin:
 
     def _guarded(self, handler: Handle) -> Handle:
         async def guarded(http: web.Request) -> web.Response:
-            self._check(http)
-            try:
-                return await handler(http)
-            except Unknown as unknown:
-                raise HttpError(Problem(404, "not_found", str(unknown))) from None
-            except Conflict as conflict:
-                raise HttpError(Problem(409, "conflict", str(conflict))) from None
+            if not self._key:
+                raise Unknown("these routes are there with --admin-key (ADMIN_KEY), which this server lacks")
+            if not bears(http, [self._key]):
+                raise unauthorized("the admin key")
+            return await handler(http)
 
         return guarded
-
-    def _check(self, http: web.Request) -> None:
-        """Raises HttpError without the admin key."""
-        if not self._key:
-            raise HttpError(
-                Problem(404, "not_found", "these routes are there with --admin-key (ADMIN_KEY), which this server lacks")
-            )
-        if not bears(http, [self._key]):
-            raise unauthorized("the admin key")
 
 
 def _addresses(text: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from ..replica import Conflict, Unknown
 from ..request import Broken, Expired, Failure, NoModel, NotReady, Overloaded, Refused
 
 RETRY = {"Retry-After": "1"}
@@ -67,6 +68,10 @@ def problem_of(failure: Failure) -> Problem:
     match failure:
         case NoModel():
             return Problem(404, "model_not_found", str(failure)[:MOST_SAID], failure.parameter)
+        case Unknown():
+            return Problem(404, "not_found", str(failure), failure.parameter)
+        case Conflict():
+            return Problem(409, "conflict", str(failure))
         case Refused():
             return Problem(422, "validation", str(failure)[:MOST_SAID], failure.parameter)
         case Overloaded():

@@ -10,14 +10,12 @@ import re
 
 from aiohttp import web
 
-from ..replica import Unknown
 from .body import json_response
-from .errors import HttpError, Problem
+from .errors import RETRY
 from .ports import Batcher, Replicas
 
 HEALTH, READY, LIVE = "/health", "/health/ready", "/health/live"
 SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
-RETRY = {"Retry-After": "1"}
 
 
 class Probes:
@@ -47,11 +45,8 @@ class Probes:
         return json_response({"live": True})
 
     def _one(self, replicas: Replicas, name: str) -> tuple[bool, str]:
-        """Whether a replica takes requests, and what is the case with it."""
-        try:
-            return replicas.serves(name), next(each.stage for each in replicas.replicas if each.name == name)
-        except Unknown as unknown:
-            raise HttpError(Problem(404, "not_found", str(unknown))) from None
+        """Whether a replica takes requests, and what is the case with it. Raises Unknown."""
+        return replicas.serves(name), next(each.stage for each in replicas.replicas if each.name == name)
 
     def _refusal(self, content: dict[str, object], stage: str) -> web.Response:
         """The 503 response, with the stage, and its progress from 0 to 1 if that is known."""

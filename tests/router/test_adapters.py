@@ -10,9 +10,10 @@ import pytest
 
 from penstock.proto import shard_pb2
 from penstock.router import adapters as module
-from penstock.router.adapters import Adapters, Full
+from penstock.router.adapters import Adapters
 from penstock.router.fleet import Fleet
 from penstock.router.metrics import Metrics
+from penstock.router.replica import Conflict, Unknown
 from penstock.router.request import Broken, NoModel, NotReady, Refused
 from penstock.tests.router.fakes import ByteTokenizer, FakeShards
 from penstock.tests.router.harness import config, make_request
@@ -90,7 +91,7 @@ def test_replacing_an_adapter_keeps_the_old_one_for_its_running_requests() -> No
         assert fleet.adapters.folder("a") == "/b"
         assert adapter_keys(shards) == [["a#1", "a#2"], ["a#1", "a#2"]]
         assert len((await asyncio.gather(*start_reading(fleet, [make_request("x", 5, adapter="a#2")])))[0]) == 7
-        with pytest.raises(Full, match=r"all 2 places for adapters are taken \(1 of them leave when their last requests end\)"):
+        with pytest.raises(Conflict, match=r"all 2 places for adapters are taken \(1 of them leave when their last requests end\)"):
             await fleet.adapters.load("c", "/c")
         assert len(await reading[0]) == 62
         await until(lambda: adapter_keys(shards) == [["a#2"], ["a#2"]])
@@ -516,11 +517,11 @@ def test_invalid_and_taken_adapter_names_are_refused(name: str, words: str) -> N
 
 def test_unload_and_load_errors_of_unknown_fixed_and_surplus_adapters() -> None:
     adapters = Adapters("fake", ("one",), 1)
-    with pytest.raises(NoModel, match="there is no adapter `two`; loaded are: one"):
+    with pytest.raises(Unknown, match="there is no adapter `two`; loaded are: one"):
         asyncio.run(adapters.unload("two"))
     with pytest.raises(Refused, match=r"adapter one was there from the start \(--lora-adapters\), and stays"):
         asyncio.run(adapters.unload("one"))
-    with pytest.raises(Full, match="all 1 places"):
+    with pytest.raises(Conflict, match="all 1 places"):
         asyncio.run(adapters.load("two", "/a"))
     with pytest.raises(NotReady, match="no replica has shards"):
         asyncio.run(Adapters("fake", (), 1).load("two", "/a"))
@@ -562,7 +563,7 @@ def test_random_loads_unloads_requests_and_deaths(seed: int) -> None:
                     await fleet.adapters.unload(name)
                 else:
                     await fleet.adapters.load(name, f"/{name}", replace=action == "replace")
-            except (Refused, Full, NotReady, Broken):
+            except (Refused, Conflict, NotReady, Broken):
                 pass
 
         async def die(fake: FakeShards) -> None:
