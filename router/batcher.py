@@ -97,7 +97,6 @@ class Batcher:
         self.limits: Limits | None = None
         self.info: shard_pb2.InfoReply | None = None  # what the shards report of themselves: dtype, device, ...
         self.together = 0  # requests of full length that fit at once
-        self._bounds: Bounds | None = None
         self._warm = shard_pb2.WarmupReply()
         self.adapters: set[str] = set()  # keys of the LoRA adapters that the shards have loaded ...
         self._failed: set[str] = set()  # ... and of those that could not be loaded
@@ -124,6 +123,12 @@ class Batcher:
     @property
     def _draining(self) -> bool:
         return self._last_call < math.inf
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler. There is one from the first start on."""
+        assert self._scheduler is not None
+        return self._scheduler
 
     @property
     def trying(self) -> bool:
@@ -188,12 +193,12 @@ class Batcher:
         limits, bounds = bounds_of(config, info, warm)
         await self._adapt(info)
         self._adapters.begin()
-        self.info, self.limits, self._bounds = info, limits, bounds
+        self.info, self.limits = info, limits
         self._shards.lost.add_done_callback(lambda lost: self._wake.set())
-        self._prefix_keys = PrefixKeys(self._bounds.page_size, STRIDES) if self.info.prefix_caching else None
-        self.together = self._bounds.together(self.limits.max_total_tokens)
+        self._prefix_keys = PrefixKeys(bounds.page_size, STRIDES) if info.prefix_caching else None
+        self.together = bounds.together(limits.max_total_tokens)
         self._warm = warm
-        self._queue_all()
+        self._queue_all(bounds)
         self._others.found(self)
 
     async def _adapt(self, info: shard_pb2.InfoReply) -> None:
@@ -255,39 +260,29 @@ class Batcher:
         reply = await self._shards.execute(shard_pb2.Command(adapt=request))
         return reply.adapt.problem
 
-    def _queue_all(self) -> None:
+    def _queue_all(self, bounds: Bounds) -> None:
         """Queues all streams with a new scheduler."""
-        assert self._bounds is not None
-        policy = policy_of(self._config, self._bounds, self._warm)
-        self._scheduler = Scheduler(self._bounds, policy, drafting_of(self._config, self._bounds, policy))
+        policy = policy_of(self._config, bounds, self._warm)
+        self._scheduler = Scheduler(bounds, policy, drafting_of(self._config, bounds, policy))
         self._held.clear()
         for stream in tuple(self._streams.values()):
             self._arrive(stream)
 
     def _show(self) -> None:
         """Registers the gauges of the scheduler's state."""
-
-        def now() -> Scheduler:
-            assert self._scheduler is not None
-            return self._scheduler
-
-        def bounds() -> Bounds:
-            assert self._bounds is not None
-            return self._bounds
-
         watch = partial(self._metrics.watch, replica=self.name)
-        watch("tgi_queue_size", lambda: now().waiting)
-        watch("tgi_batch_current_size", lambda: now().running)
-        watch("tgi_batch_current_max_tokens", lambda: (bounds().pages - now().free) * bounds().page_size)
-        watch("tgi_batch_max_total_tokens", lambda: bounds().pages * bounds().page_size)
-        watch("penstock_waiting", lambda: now().waiting)
-        watch("penstock_running", lambda: now().running)
-        watch("penstock_paused", lambda: now().paused_jobs)
-        watch("penstock_pages_total", lambda: bounds().pages)
-        watch("penstock_pages_free", lambda: now().free)
-        watch("penstock_pages_cached", lambda: now().cached)
-        watch("penstock_pages_held", lambda: bounds().pages - now().free)
-        watch("penstock_prompt_budget", lambda: now().room)
+        watch("tgi_queue_size", lambda: self.scheduler.waiting)
+        watch("tgi_batch_current_size", lambda: self.scheduler.running)
+        watch("tgi_batch_current_max_tokens", lambda: self.scheduler.held * self.scheduler.bounds.page_size)
+        watch("tgi_batch_max_total_tokens", lambda: self.scheduler.bounds.pages * self.scheduler.bounds.page_size)
+        watch("penstock_waiting", lambda: self.scheduler.waiting)
+        watch("penstock_running", lambda: self.scheduler.running)
+        watch("penstock_paused", lambda: self.scheduler.paused_jobs)
+        watch("penstock_pages_total", lambda: self.scheduler.bounds.pages)
+        watch("penstock_pages_free", lambda: self.scheduler.free)
+        watch("penstock_pages_cached", lambda: self.scheduler.cached)
+        watch("penstock_pages_held", lambda: self.scheduler.held)
+        watch("penstock_prompt_budget", lambda: self.scheduler.room)
 
     async def wait(self) -> None:
         """Returns after `close`; raises the error that has ended the loop, after every stream has received it."""
@@ -398,7 +393,6 @@ class Batcher:
 
     def _arrive(self, stream: Stream) -> None:
         """The stream joins the scheduler's queue, to begin or to resume, unless the inquest holds it back."""
-        assert self._scheduler is not None
         request = stream.request
         job = Job(
             uid=stream.uid,
@@ -411,7 +405,7 @@ class Batcher:
             attached=sum(len(image.pixels) for image in request.images),
             prefix_keys=self._prefix_keys_of(request),
         )
-        if not self._scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
+        if not self.scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
             message = "the shards were lost, and those that took their place have too little memory for this request"
             self._fail(stream.uid, Broken(message), "generation")
         elif self.refuses(request):
@@ -419,7 +413,7 @@ class Batcher:
         elif not self._inquest.admits(stream.uid):
             self._held.add(stream.uid)
         else:
-            self._scheduler.arrive(job, [len(one.tokens) for one in stream.continuations])
+            self.scheduler.arrive(job, [len(one.tokens) for one in stream.continuations])
             self._wake.set()
 
     def _prefix_keys_of(self, request: Request) -> Sequence[tuple[int, int]]:
@@ -483,8 +477,7 @@ class Batcher:
 
     def _cancel(self, uid: int) -> None:
         """Cancels a job; no effect if the scheduler knows already that it has ended."""
-        assert self._scheduler is not None
-        self._scheduler.cancel(uid)
+        self.scheduler.cancel(uid)
         self._wake.set()
 
     # The loop
@@ -494,9 +487,8 @@ class Batcher:
         first."""
         try:
             while True:
-                assert self._scheduler is not None
                 try:
-                    await self._run(Steps(self._scheduler, self._shards, self._streams, self._metrics, self._fail))
+                    await self._run(Steps(self.scheduler, self._shards, self._streams, self._metrics, self._fail))
                 except Broken as lost:
                     if self._draining:
                         self._give_up(str(lost))
@@ -556,11 +548,10 @@ class Batcher:
 
     def _stop(self, stream: Stream, choice: Choice) -> None:
         """Ends a choice at a stop string, which the shards don't know."""
-        assert self._scheduler is not None
         if stream.request.beams is None:
-            self._scheduler.end(stream.uid, choice.index)
+            self.scheduler.end(stream.uid, choice.index)
         elif not stream.left:  # beams end together
-            self._scheduler.cancel(stream.uid)
+            self.scheduler.cancel(stream.uid)
 
     # Lost shards: streams stay or move
 
@@ -574,7 +565,7 @@ class Batcher:
         moved = self.evacuate()
         for stream in self._streams.values():
             stream.restart()
-        self._queue_all()
+        self._queue_all(self.scheduler.bounds)
         logger.warning("%s: requests that wait for new ones: %d, that go on elsewhere: %d", lost, len(self._streams), moved)
         while True:
             try:
@@ -590,8 +581,7 @@ class Batcher:
 
     def _accuse(self) -> None:
         """Fails the one request, if there is one, that has killed the shards repeatedly."""
-        assert self._scheduler is not None
-        places = {uid: self._place(uid) for uid in self._scheduler.in_hand}
+        places = {uid: self._place(uid) for uid in self.scheduler.in_hand}
         guilty = self._inquest.died({uid: place for uid, place in places.items() if place is not None})
         if guilty is not None:
             logger.error("request %s fails: the shards died again while it alone was computed", self._streams[guilty].run.name)
@@ -599,10 +589,8 @@ class Batcher:
 
     def _place(self, uid: int) -> int | None:
         """How far a request has come, in steps; None if it is not here any more."""
-        assert self._scheduler is not None
-        assert self._bounds is not None
         stream = self._streams.get(uid)
-        return None if stream is None else stream.place(self._scheduler.lacking(uid), self._bounds.step_tokens)
+        return None if stream is None else stream.place(self.scheduler.lacking(uid), self.scheduler.bounds.step_tokens)
 
     def _admit_held(self) -> None:
         """Queues the streams that the inquest no longer holds back."""

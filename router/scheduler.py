@@ -168,7 +168,7 @@ class Scheduler:
 
     def __init__(self, bounds: Bounds, policy: Policy | None = None, draft_budget: DraftBudget | None = None) -> None:
         """draft_budget: the budget of drafts, where the shards speculate."""
-        self._bounds = bounds
+        self.bounds = bounds
         self._policy = policy or ChunkedPrefill(bounds.step_tokens)
         self._draft_budget = draft_budget
         self._waiting: dict[int, Job] = {}  # by uid, preempted ones included
@@ -206,13 +206,18 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def held(self) -> int:
+        """Pages of admitted jobs, by the last report."""
+        return self.bounds.pages - self.free
+
+    @property
     def paused_jobs(self) -> int:
         """Preempted jobs: their pages were taken back until they are resumed."""
         return self._paused + len(self._pausing)
 
     def admissible(self, prompt_tokens: int, max_new_tokens: int, choices: int = 1) -> bool:
         """Whether a job of this size can run at all, if need be alone."""
-        bounds = self._bounds
+        bounds = self.bounds
         pages = most_pages(prompt_tokens, max_new_tokens, choices, bounds.page_size)
         return pages <= bounds.pages and choices <= bounds.sequences
 
@@ -223,7 +228,7 @@ class Scheduler:
 
     def lacking(self, uid: int) -> int:
         """Tokens of a job to be computed before it decodes, as far as is known."""
-        job = self._running.get(uid) or self._pausing.get(uid) or self._waiting.get(uid)
+        job = self._job(uid)
         return job.lacking if job is not None else 0
 
     def arrive(self, job: Job, generated: Sequence[int] = ()) -> None:
@@ -234,9 +239,9 @@ class Scheduler:
         assert self.admissible(job.prompt_tokens, job.max_new_tokens, job.choices), job
         assert job.uid not in self._waiting
         begun = generated or [1] * job.choices
-        shared = job.prompt_tokens // self._bounds.page_size
+        shared = job.prompt_tokens // self.bounds.page_size
         # Until it decodes, and in two steps after that: the shards report the same as soon as they know it.
-        size, steps = self._bounds.page_size, 2 * (1 + job.drafts)
+        size, steps = self.bounds.page_size, 2 * (1 + job.drafts)
         most = (most_pages(job.prompt_tokens, min(job.max_new_tokens, count + steps), 1, size) for count in begun)
         job.grow = shared + sum(pages - shared for pages in most)
         job.running, job.lacking = len(begun), job.prompt_tokens
@@ -256,7 +261,7 @@ class Scheduler:
 
     def end(self, uid: int, choice: int) -> None:
         """Ends one choice early, which has not ended yet; the job's other choices go on."""
-        job = self._running.get(uid) or self._pausing.get(uid) or self._waiting.get(uid)
+        job = self._job(uid)
         if job is None:
             return
         if job.running == 1:
@@ -386,16 +391,16 @@ class Scheduler:
     def _admit(self, room: int, prompts: Sequence[Job]) -> list[Job]:
         """Moves jobs into the batch, in order, as many as fit and will get tokens in this step."""
         admitted: list[Job] = []
-        if self._sequences >= self._bounds.sequences:
+        if self._sequences >= self.bounds.sequences:
             return admitted
         half = max(1, room // 2)  # the share of the oldest, if it wants so much
         used = sum(min(self._expected(job), half if job is prompts[0] else room) for job in prompts)
         attached = 0
         overtaken: list[Job] = []
         refused = 0
-        patience = self._bounds.overtakes  # how many more jobs may pass those in `overtaken`
+        patience = self.bounds.overtakes  # how many more jobs may pass those in `overtaken`
         for job in self._candidates():
-            if used >= room or (attached and attached + job.attached > self._bounds.attached):
+            if used >= room or (attached and attached + job.attached > self.bounds.attached):
                 break
             if self._fits(job):
                 self._enter(job)
@@ -411,7 +416,7 @@ class Scheduler:
                 if self._patience(job) > 0 or not self._waits_for_older(job):  # else any number may pass it
                     overtaken.append(job)
                     patience = min(patience, self._patience(job))
-            if patience <= 0 or refused > self._bounds.overtakes:
+            if patience <= 0 or refused > self.bounds.overtakes:
                 break
         for job in admitted:
             self._leave_queue(job)
@@ -433,7 +438,7 @@ class Scheduler:
 
     def _patience(self, job: Job) -> int:
         """How many more later jobs may be admitted before this one."""
-        return 0 if job.paused else self._bounds.overtakes - job.overtaken
+        return 0 if job.paused else self.bounds.overtakes - job.overtaken
 
     def _waits_for_older(self, job: Job) -> bool:
         """Whether the running jobs before it would leave it no room even if they were alone: then admitting later jobs does not
@@ -442,13 +447,13 @@ class Scheduler:
             return False  # what they free is not known yet
         younger = [one for one in self._running.values() if one.order > job.order]
         sequences = self._sequences - sum(one.running for one in younger)
-        if sequences + job.running > self._bounds.sequences:
+        if sequences + job.running > self.bounds.sequences:
             return True
         grow = self._grow - sum(one.grow for one in younger)
         return grow + self._taken(job) + self._headroom(sequences) > self.free + sum(one.held for one in younger)
 
     def _fits(self, job: Job) -> bool:
-        bounds = self._bounds
+        bounds = self.bounds
         if self._sequences + job.running > bounds.sequences:
             return False
         return self._grow + self._taken(job) + self._headroom(self._sequences) <= self.free
@@ -461,11 +466,11 @@ class Scheduler:
         """Tokens that a just admitted job probably has to be computed before it decodes."""
         if not job.fresh:
             return job.lacking
-        return max(1, min(round(job.lacking * self._uncached), job.lacking - job.shared * self._bounds.page_size))
+        return max(1, min(round(job.lacking * self._uncached), job.lacking - job.shared * self.bounds.page_size))
 
     def _headroom(self, sequences: int) -> int:
         """Pages that must stay free for `sequences` running ones when another job is admitted."""
-        bounds = self._bounds
+        bounds = self.bounds
         return min(sequences * -(-bounds.headroom // bounds.page_size), bounds.pages // 8)
 
     def _enter(self, job: Job) -> None:
@@ -513,22 +518,21 @@ class Scheduler:
         self._filters += 1
         return Filter(pause=tuple(job.uid for job in jobs))
 
+    def _job(self, uid: int) -> Job | None:
+        return self._running.get(uid) or self._pausing.get(uid) or self._waiting.get(uid)
+
     def _finish(self, uid: int) -> None:
         """One of its choices has ended."""
-        job = self._running.get(uid)
-        if job is not None:
-            if job.running == 1:
-                self._release(uid)
-                return
-            job.running -= 1
+        job = self._job(uid)
+        if job is None:
+            return
+        if job.running == 1:
+            self.forget(uid)
+            return
+        job.running -= 1
+        if uid in self._running:
             self._sequences -= 1
             self._decodes -= uid not in self._prompts
-            return
-        job = self._pausing.get(uid) or self._waiting.get(uid)
-        if job is not None:
-            job.running -= 1
-            if not job.running:
-                self.forget(uid)
 
     def forget(self, uid: int) -> None:
         """Removes a job that is not on the shards: it has failed there, or could not be sent to them."""

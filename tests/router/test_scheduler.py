@@ -701,7 +701,7 @@ class OvertakesPaused(Scheduler):
     """Lets new jobs overtake preempted ones."""
 
     def _patience(self, job: Job) -> int:
-        return self._bounds.overtakes - job.overtaken
+        return self.bounds.overtakes - job.overtaken
 
 
 class YoungestFirst(Scheduler):
@@ -775,7 +775,7 @@ class KeepsReleasedPrefixes(Scheduler):
     """Counts prefixes of jobs that have ended as still held."""
 
     def _release(self, uid: int) -> bool:
-        sharing, self._sharing = self._sharing, PrefixSharing(self._bounds.page_size)
+        sharing, self._sharing = self._sharing, PrefixSharing(self.bounds.page_size)
         try:
             return super()._release(uid)
         finally:

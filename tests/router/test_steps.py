@@ -136,8 +136,7 @@ def test_stream_that_fails_while_its_preemption_is_in_flight_is_not_resumed() ->
 
 def steps_of(batcher: Batcher) -> Steps:
     """A second `Steps` of the same batcher, with its streams."""
-    assert batcher._scheduler is not None
-    return Steps(batcher._scheduler, batcher._shards, batcher._streams, batcher._metrics, batcher._fail)
+    return Steps(batcher.scheduler, batcher._shards, batcher._streams, batcher._metrics, batcher._fail)
 
 
 def resumed_choices(batcher: Batcher, request: Request, ended: Sequence[int], places: int) -> list[int]:
