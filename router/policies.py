@@ -91,7 +91,9 @@ class Policy(Protocol):
         """Whether waiting jobs may join the next step, if there is room and memory."""
 
     def learn(self, step: Measured) -> None:
-        """A step was answered."""
+        """A step was answered: fits the cost model, if there is one."""
+        if self.cost is not None:
+            fit(self.cost, step)
 
 
 def prompt_share(step_tokens: int) -> int:
@@ -109,7 +111,7 @@ def largest_step(step_tokens: int, sequences: int) -> int:
     return max(step_tokens, sequences + prompt_share(step_tokens))
 
 
-class ChunkedPrefill:
+class ChunkedPrefill(Policy):
     """Chunked prefill, see the module. `target`: seconds that a step with decodes may take; 0: relative to the decodes alone."""
 
     mixes = True
@@ -132,13 +134,8 @@ class ChunkedPrefill:
         """Always."""
         return True
 
-    def learn(self, step: Measured) -> None:
-        """Fits the cost model."""
-        if self.cost is not None:
-            fit(self.cost, step)
 
-
-class WholePrefill:
+class WholePrefill(Policy):
     """Unchunked prefill, see the module. The two bounds are TGI's: --waiting-served-ratio and --max-waiting-tokens."""
 
     mixes = False
@@ -162,8 +159,3 @@ class WholePrefill:
             return False
         due = now.steps >= self._waiting_tokens or now.waiting >= math.floor(now.decodes * self._ratio)
         return not now.decodes or due
-
-    def learn(self, step: Measured) -> None:
-        """Fits the cost model, for its other users."""
-        if self.cost is not None:
-            fit(self.cost, step)

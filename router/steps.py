@@ -83,7 +83,7 @@ class Steps:
         due = False
         if self._underway and self._shards.info.overlaps:
             oldest = self._underway[0]
-            drafts = getattr(oldest.action, "allowance", None) is not None
+            drafts = not isinstance(oldest.action, Filter) and oldest.action.allowance is not None
             due = not drafts and self._until_due(oldest, self._free) <= 0
         self.send(2 if due else 1)
 
