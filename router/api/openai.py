@@ -55,11 +55,7 @@ class Asked:
     requests: list[Request]
     envelope: Envelope
     shown: int  # choices of each request that are in the answer
-    stream: bool
-    options: StreamOptions
-    headers: dict[str, str]
     chat: bool  # a chat: prompt_logprobs stand beside `choices`, and not in each choice
-    entries: bool  # vLLM's `prompt_logprobs` are asked for
     silent: bool  # the one generated token, which a request must have, is left out of the answer (`max_tokens` 0)
     beside: Json  # fields beside `choices` in the answer, or in its first chunk
 
@@ -78,11 +74,10 @@ class OpenAI:
         validator: Validator,
         chats: Chats,
         batcher: Batcher,
-        adapters: Adapters | None = None,
+        adapters: Adapters,
     ) -> None:
-        """adapters: the registry of LoRA adapters; without it, those of the configuration."""
         self._config = config
-        self._adapters = adapters or Adapters(config.model, config.adapters)
+        self._adapters = adapters
         self._validator = validator
         self._batcher = batcher
         self._chats = chats
@@ -121,7 +116,7 @@ class OpenAI:
         with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
             request, make = await self._chats.request(body, asked, limits)
         shapes = Chat(self._writer, bool(body.logprobs), make)
-        return await self._answer(http, clock, self._asked(body, [request], shapes, shown, headers))
+        return await self._answer(http, clock, body, self._asked(body, [request], shapes, shown), headers)
 
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
@@ -167,7 +162,7 @@ class OpenAI:
             _refuse_many_scores(requests, shown, "echo" if scored else "prompt_logprobs")
         echoes = _echoes(body, prompts, requests) if body.echo else ()
         shapes = Completions(self._writer, body.logprobs, echoes, shown, silent)
-        return await self._answer(http, clock, self._asked(body, requests, shapes, shown, headers, silent))
+        return await self._answer(http, clock, body, self._asked(body, requests, shapes, shown, silent), headers)
 
     async def models(self, http: web.Request) -> web.Response:
         """GET /v1/models."""
@@ -216,35 +211,33 @@ class OpenAI:
             raise Refused(f"`{name}` must be from 1 to {most} ({flag}). Given: {given}", name)
         return given or 1
 
-    def _asked(
-        self, body: Body, requests: list[Request], shapes: Shapes, shown: int, headers: dict[str, str], silent: bool = False
-    ) -> Asked:
+    def _asked(self, body: Body, requests: list[Request], shapes: Shapes, shown: int, silent: bool = False) -> Asked:
+        chat = isinstance(body, ChatBody)
         beside: Json = {}
-        chat = isinstance(shapes, Chat)
         if body.return_token_ids:
             if any(request.images for request in requests):
                 raise Refused("`return_token_ids` together with images is not supported: they have no tokens", "return_token_ids")
             if chat:
                 beside = {"prompt_token_ids": requests[0].prompt}
-            prompts = () if chat else [request.prompt for request in requests]
-            shapes = WithTokenIds(shapes, prompts, shown, silent)
+            shapes = WithTokenIds(shapes, () if chat else [request.prompt for request in requests], shown, silent)
         envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
-        options, entries = body.stream_options or StreamOptions(), body.prompt_logprobs is not None
-        return Asked(requests, envelope, shown, bool(body.stream), options, headers, chat, entries, silent, beside)
+        return Asked(requests, envelope, shown, chat, silent, beside)
 
-    async def _answer(self, http: web.Request, clock: Clock, asked: Asked) -> web.StreamResponse:
+    async def _answer(
+        self, http: web.Request, clock: Clock, body: Body, asked: Asked, headers: dict[str, str]
+    ) -> web.StreamResponse:
         clock.valid()
-        if asked.stream:
-            headers = stream_headers_of(clock, asked.requests) | asked.headers
-            return await send(http, self._batcher, asked.requests, Events(asked, clock), headers, asked.envelope.shapes.open)
-        streams = [self._batcher.submit(request) for request in asked.requests]
-        folded = await fold(streams, asked.requests[0].choices)
+        requests, shapes = asked.requests, asked.envelope.shapes
+        if body.stream:
+            events = Events(asked, body.stream_options or StreamOptions(), clock)
+            return await send(http, self._batcher, requests, events, stream_headers_of(clock, requests) | headers, shapes.open)
+        folded = await fold([self._batcher.submit(request) for request in requests], requests[0].choices)
         prompts = [drawn[0].prompt for drawn in folded]
         for place, prompt in enumerate(prompts):
-            await asked.envelope.shapes.open(place, prompt)
-        pairs = zip(asked.requests, prompts, strict=True) if asked.entries else ()
+            await shapes.open(place, prompt)
+        pairs = zip(requests, prompts, strict=True) if body.prompt_logprobs is not None else ()
         entries = [await self._writer.entries(request, prompt) for request, prompt in pairs]
-        headers = headers_of(clock, asked.requests, _all(folded)) | asked.headers
+        headers = headers_of(clock, requests, _all(folded)) | headers
         if asked.silent:
             headers["x-generated-tokens"] = "0"
         return json_response(await _whole(asked, folded, entries), headers)
@@ -259,10 +252,12 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
         for index, answer in enumerate(_best(drawn, asked.shown))
     ]
     choices = [await shapes.choice(index, answer) for _, index, answer in shown]
-    usage = Usage(asked.prompt_tokens)
-    usage.completion_tokens = 0 if asked.silent else sum(answer.finish.generated_tokens for answer in _all(folded))
-    usage.cached_tokens = sum(drawn[0].prompt.cached_tokens for drawn in folded)
-    usage.reasoning_tokens = shapes.reasoning_tokens()
+    usage = Usage(
+        prompt_tokens=asked.prompt_tokens,
+        completion_tokens=0 if asked.silent else sum(answer.finish.generated_tokens for answer in _all(folded)),
+        cached_tokens=sum(drawn[0].prompt.cached_tokens for drawn in folded),
+        reasoning_tokens=shapes.reasoning_tokens(),
+    )
     for drawn in folded:
         usage.add_speculation(speculation_of(answer.finish for answer in drawn))
     beside = asked.beside
@@ -276,8 +271,9 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
 class Events:
     """The SSE chunks of one streamed answer: one for each choice of each item, usage if it is asked for, [DONE]."""
 
-    def __init__(self, asked: Asked, clock: Clock) -> None:
+    def __init__(self, asked: Asked, options: StreamOptions, clock: Clock) -> None:
         self._asked = asked
+        self._options = options
         self._shapes = asked.envelope.shapes
         self._usage = Usage(asked.prompt_tokens)
         # choices of a beam search behind the best that have no opening chunk yet: there may be fewer than asked for
@@ -285,8 +281,8 @@ class Events:
         self._finishes: dict[int, Finish] = {}  # of each stream, the last so far
         self._timing = Timing(clock.arrived)
         self._head, self._tail = asked.envelope.chunk()
-        usage = b',"usage":null}' if asked.options.include_usage else b"}"
-        self._rest = None if asked.options.continuous_usage_stats else self._tail + usage
+        usage = b',"usage":null}' if options.include_usage else b"}"
+        self._rest = None if options.continuous_usage_stats else self._tail + usage
         # What stands in a frame before and behind a token's delta, by choice; None: more than the delta changes from token to
         # token.
         self._around = [self._find_around(place) for place in range(asked.shown * len(asked.requests))]
@@ -327,7 +323,7 @@ class Events:
 
     def end(self) -> bytes:
         """The chunk with the usage, if it was asked for, and [DONE]."""
-        if not self._asked.options.include_usage:
+        if not self._options.include_usage:
             return DONE
         self._usage.reasoning_tokens = self._shapes.reasoning_tokens()
         for finish in self._finishes.values():
