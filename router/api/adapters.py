@@ -11,7 +11,7 @@ from ..adapters import Adapters
 from ..config import RouterConfig
 from ..replica import Unknown
 from ..request import Broken, NotReady, Refused
-from .body import Body, read
+from .body import Body, decode
 from .errors import unauthorized
 from .tenant import bears, digest
 
@@ -37,7 +37,6 @@ class AdapterRoutes:
 
     def __init__(self, config: RouterConfig, adapters: Adapters) -> None:
         self._able = config.max_loras > 0
-        self._limit = config.payload_limit
         self._adapters = adapters
         self._key = digest(config.admin_key.encode()) if config.admin_key else b""
         self._load, self._unload = msgspec.json.Decoder(LoadBody), msgspec.json.Decoder(UnloadBody)
@@ -48,7 +47,7 @@ class AdapterRoutes:
 
     async def load(self, http: web.Request) -> web.Response:
         """POST /v1/load_lora_adapter: the folder is read on every machine that has shards."""
-        body = await self._read(http, self._load)
+        body = self._decoded(http, self._load)
         if not body.lora_path.strip():  # shards would look where they were started
             raise Refused("`lora_path` is empty: name a folder, or OWNER/MODEL of the hub", "lora_path")
         try:
@@ -59,14 +58,14 @@ class AdapterRoutes:
 
     async def unload(self, http: web.Request) -> web.Response:
         """POST /v1/unload_lora_adapter: running requests of the adapter are completed."""
-        body = await self._read(http, self._unload)
+        body = self._decoded(http, self._unload)
         await self._adapters.unload(body.lora_name)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    async def _read(self, http: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+    def _decoded(self, http: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
         if self._key and not bears(http, [self._key]):
             raise unauthorized("the admin key")
-        body = await read(http, decoder, self._limit)
+        body = decode(http, decoder)
         if not self._able:
             raise Unknown("adapters are loaded while the server runs if it is started with --max-loras")
         return body

@@ -13,7 +13,7 @@ from aiohttp import web
 from ..config import RouterConfig, addresses_of
 from ..replica import Replica, Unknown
 from ..request import Refused
-from .body import json_response, read
+from .body import decode, json_response
 from .errors import unauthorized
 from .ports import Replicas
 from .tenant import bears, digest
@@ -47,7 +47,6 @@ class Admin:
     """The handlers of the administration routes."""
 
     def __init__(self, config: RouterConfig, replicas: Replicas) -> None:
-        self._limit = config.payload_limit
         self._replicas = replicas
         self._key = digest(config.admin_key.encode()) if config.admin_key else b""
         self._join, self._drain = msgspec.json.Decoder(JoinBody), msgspec.json.Decoder(DrainBody)
@@ -68,12 +67,12 @@ class Admin:
 
     async def join(self, http: web.Request) -> web.Response:
         """POST /admin/replicas: 202; it takes requests once it is connected."""
-        body = await read(http, self._join, self._limit)
+        body = decode(http, self._join)
         return json_response(self._replicas.join(_addresses(body.address), _name(body.name)), status=202)
 
     async def drain(self, http: web.Request) -> web.Response:
         """POST /admin/replicas/{name}/drain: 202; it is "drained" when no request is left on it."""
-        body = await read(http, self._drain, self._limit) if http.body_exists else DrainBody()
+        body = decode(http, self._drain) if http.body_exists else DrainBody()
         return json_response(self._replicas.retire(http.match_info["name"], body.move), status=202)
 
     async def remove(self, http: web.Request) -> web.Response:

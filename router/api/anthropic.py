@@ -15,9 +15,9 @@ from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .anthropic_messages import choice_of, messages_of, tools_of
 from .anthropic_shapes import Blocks, Message, end_of, usage_json
-from .body import json_response, read, read_named
+from .body import decode, json_response
 from .errors import Problem, anthropic_error, shown
-from .openai_bodies import ChatBody, Common, effort_of, ignored, naming, parameters, placing, refuse_unsupported, truncation
+from .openai_bodies import ChatBody, Common, body_of, effort_of, naming, parameters, placing, refuse_unsupported, truncation
 from .openai_chats import MOST_THOUGHTS, Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
@@ -89,9 +89,7 @@ class Anthropic:
     async def messages(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
         clock = Clock()
-        body, names = await read_named(http, self._decoder, self._config.payload_limit)
-        headers = ignored(self._config, body, names)
-        refuse_unsupported(body, UNSUPPORTED)
+        body, headers = body_of(http, self._decoder, self._config, UNSUPPORTED)
         limits = limits_of(self._batcher)
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)
@@ -113,7 +111,7 @@ class Anthropic:
 
     async def count_tokens(self, http: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens. It needs no shard."""
-        body = await read(http, self._decoder, self._config.payload_limit)
+        body = decode(http, self._decoder)
         refuse_unsupported(body, UNSUPPORTED)
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)

@@ -22,7 +22,7 @@ from .access import add_headers, observed
 from .adapters import LOAD, UNLOAD, AdapterRoutes
 from .admin import PREFIX, Admin
 from .anthropic import Anthropic
-from .body import BODY
+from .body import BODY, LIMIT
 from .cors import cors
 from .docs import Docs
 from .either import Either
@@ -150,6 +150,7 @@ def _application(config: RouterConfig, metrics: Metrics, tracing: Tracing | None
             _deliver(patience),
         ]
     )
+    app[LIMIT] = config.payload_limit
     app[PATIENT] = patience
     app[OUTBOX] = Outbox()
     app[UNANSWERED] = unanswered

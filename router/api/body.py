@@ -1,5 +1,4 @@
-"""JSON in and out: reads a request's body within its limits and decodes it into the route's type; writes an answer as a
-response."""
+"""JSON in and out: decodes a request's body into the route's type, within its limits; writes an answer as a response."""
 
 import json
 import re
@@ -14,6 +13,7 @@ from ..request import Refused
 from .errors import HttpError, Problem
 
 BODY = web.RequestKey("body", bytes)  # the bytes of a request's body, once read: see `app`
+LIMIT = web.AppKey("limit", int)  # the most bytes of a body
 NAMES = web.RequestKey("names", Collection[str])  # names of the body's fields, kept because it may be decoded twice: see `either`
 LARGE = 2_000_000  # bytes of a body that may hold anything. A larger one has room for images or long texts ...
 MARKS_OF_LARGE = 300_000  # ... and for no more names, objects and lists than a body of that size: each takes 2 us of the event loop
@@ -29,18 +29,18 @@ MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)
 Body = TypeVar("Body")
 
 
-async def read(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: int) -> Body:
-    """The body, decoded. Raises HttpError if it has more than `limit` bytes or is no JSON, Refused if a field has a wrong type or
-    comes twice."""
-    body, _ = await read_named(http, decoder, limit)
+def decode(http: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+    """The body, decoded. Raises HttpError if it is too large or no JSON, Refused if a field has a wrong type or comes twice."""
+    body, _ = decode_named(http, decoder)
     return body
 
 
-async def read_named(http: web.Request, decoder: msgspec.json.Decoder[Body], limit: int) -> tuple[Body, Collection[str]]:
-    """The body, decoded as by `read`, and the names of all its fields, known or not."""
+def decode_named(http: web.Request, decoder: msgspec.json.Decoder[Body]) -> tuple[Body, Collection[str]]:
+    """The body, decoded as by `decode`, and the names of all its fields, known or not."""
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise HttpError(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
-    if (http.content_length or 0) > limit:  # refused before it is read
+    limit = http.app[LIMIT]
+    if (http.content_length or 0) > limit:  # it was not read
         message = f"the body may have {limit} bytes (--payload-limit). Given: {http.content_length}"
         raise HttpError(Problem(413, "payload_too_large", message, headers={"Connection": "close"}))
     data = http.get(BODY, b"")

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..request import Refused, Request
-from .body import json_response, read
+from .body import decode, json_response
 from .openai import OpenAI
 from .openai_bodies import UNSUPPORTED_IN_CHATS, ChatBody, beam_width_of, naming, parameters, refuse_unsupported, truncation
 from .openai_chats import Chats
@@ -55,7 +55,7 @@ class Either:
 
     async def invocations(self, http: web.Request) -> web.StreamResponse:
         """POST /invocations: as /, a chat or a completion, depending on the body."""
-        kind = await read(http, self._kind, self._config.payload_limit)  # the body stays readable for the handler
+        kind = decode(http, self._kind)  # the body stays readable for the handler
         if kind.inputs is not msgspec.UNSET:
             return await self._tgi.root(http)
         if kind.messages is not msgspec.UNSET:
@@ -67,7 +67,7 @@ class Either:
     async def vertex(self, http: web.Request) -> web.Response:
         """POST /vertex: several prompts and chats; returns the text of each answer."""
         clock = Clock()
-        body = await read(http, self._vertex, self._config.payload_limit)
+        body = decode(http, self._vertex)
         most = self._config.max_concurrent_requests
         if not 0 < len(body.instances) <= most:
             raise Refused(f"`instances` must have from 1 to {most} entries. Given: {len(body.instances)}", "instances")
@@ -85,17 +85,17 @@ class Either:
 
     async def chat_tokenize(self, http: web.Request) -> web.Response:
         """POST /chat_tokenize: the prompt that a chat becomes, and its tokens."""
-        body = await read(http, self._chat, self._config.payload_limit)
+        body = decode(http, self._chat)
         text = await self._chats.text(body)
         spans = await self._tgi.spans(text, bool(body.add_special_tokens))
         return json_response({"tokenize_response": spans, "templated_text": text})
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize: TGI's, or vLLM's, which may be of a chat."""
-        kind = await read(http, self._kind, self._config.payload_limit)
+        kind = decode(http, self._kind)
         if kind.messages is msgspec.UNSET:
             return await self._tgi.tokenize(http)
-        body = await read(http, self._tokenize, self._config.payload_limit)
+        body = decode(http, self._tokenize)
         text = await self._chats.text(body)
         return await self._tgi.count(text, bool(body.add_special_tokens), bool(body.return_token_strs))
 

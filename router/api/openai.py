@@ -17,7 +17,7 @@ from ..config import RouterConfig
 from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Validator
-from .body import json_response, read_named
+from .body import json_response
 from .errors import HttpError, Problem, openai_body
 from .openai_bodies import (
     COMPLETION_TOKENS,
@@ -29,11 +29,10 @@ from .openai_bodies import (
     CompletionBody,
     StreamOptions,
     beam_width_of,
-    ignored,
+    body_of,
     naming,
     parameters,
     prompt_alternatives,
-    refuse_unsupported,
     truncation,
 )
 from .openai_chats import Chats
@@ -89,9 +88,7 @@ class OpenAI:
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         clock = Clock()
-        body, names = await read_named(http, self._chat, self._config.payload_limit)
-        headers = ignored(self._config, body, names)
-        refuse_unsupported(body, UNSUPPORTED_IN_CHATS)
+        body, headers = body_of(http, self._chat, self._config, UNSUPPORTED_IN_CHATS)
         if body.best_of not in (None, body.n or 1) and not body.use_beam_search:
             raise Refused("`best_of` is not supported for chats: ask for `n` answers", "best_of")
         if body.top_logprobs and not body.logprobs:
@@ -121,9 +118,7 @@ class OpenAI:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         clock = Clock()
-        body, names = await read_named(http, self._completion, self._config.payload_limit)
-        headers = ignored(self._config, body, names)
-        refuse_unsupported(body, UNSUPPORTED)
+        body, headers = body_of(http, self._completion, self._config, UNSUPPORTED)
         prompts = _prompts(body.prompt)
         most = self._config.most_prompts
         if len(prompts) > most:

@@ -5,10 +5,10 @@ name; an unknown one is ignored and named in a response header, or refused, as t
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -17,6 +17,7 @@ from ..config import RouterConfig
 from ..record import arrival
 from ..request import Priority, Refused
 from ..validation import SMALLEST_FLOAT, Parameters
+from .body import decode_named
 from .errors import shown
 from .openai_formats import Format, grammar_of
 from .tenant import session_of, tenant_of
@@ -149,6 +150,8 @@ class Body(Common, kw_only=True):
     return_tokens_as_token_ids: Any = None
 
 
+Decoded = TypeVar("Decoded", bound=Common)
+
 UNSUPPORTED = Body.__struct_fields__[Body.__struct_fields__.index("suffix") :]
 UNSUPPORTED_IN_CHATS = (*UNSUPPORTED, "echo")
 
@@ -204,14 +207,18 @@ def refuse_unsupported(body: msgspec.Struct, names: Iterable[str]) -> None:
             raise Refused(unsupported(name), name)
 
 
-def ignored(config: RouterConfig, body: msgspec.Struct, names: Collection[str]) -> dict[str, str]:
-    """The response header that names unknown fields. Raises Refused if the operator wants them refused."""
+def body_of(
+    http: web.Request, decoder: msgspec.json.Decoder[Decoded], config: RouterConfig, unsupported: Iterable[str]
+) -> tuple[Decoded, dict[str, str]]:
+    """The body, and the response header that names its unknown fields. Raises HttpError or Refused, also for the first of the
+    fields `unsupported` that asks for something, and for unknown ones if the operator wants that."""
+    body, names = decode_named(http, decoder)
     unknown = sorted(set(names) - set(body.__struct_fields__) - HARMLESS)
-    if not unknown:
-        return {}
-    if config.unknown_fields == "refuse":
+    if unknown and config.unknown_fields == "refuse":
         raise Refused(f"`{unknown[0]}` is not a field of this route (--unknown-fields refuse)", unknown[0])
-    return {"x-ignored-fields": ", ".join(re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in unknown[:MOST_TOLD])}
+    refuse_unsupported(body, unsupported)
+    told = ", ".join(re.sub(r"[^\w.-]", "?", name[:64], flags=re.ASCII) for name in unknown[:MOST_TOLD])
+    return body, {"x-ignored-fields": told} if unknown else {}
 
 
 @dataclass(frozen=True, slots=True)

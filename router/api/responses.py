@@ -12,19 +12,18 @@ from aiohttp import web
 from ..config import RouterConfig
 from ..request import Finish, Grown, Item, Prompt, Refused, Token
 from ..text import Tokenizer
-from .body import json_response, read_named
+from .body import json_response
 from .errors import Problem, as_openai
 from .openai_bodies import (
     MOST_TOP_LOGPROBS,
     ChatBody,
     Common,
     StreamOptions,
+    body_of,
     effort_of,
-    ignored,
     naming,
     parameters,
     placing,
-    refuse_unsupported,
     truncation,
 )
 from .openai_chats import Chats, message_parser_of
@@ -89,9 +88,7 @@ class Responses:
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         clock = Clock()
-        body, names = await read_named(http, self._decoder, self._config.payload_limit)
-        headers = ignored(self._config, body, names)
-        refuse_unsupported(body, UNSUPPORTED)
+        body, headers = body_of(http, self._decoder, self._config, UNSUPPORTED)
         limits = limits_of(self._batcher)
         logprobs = _logprobs(body)
         asked = parameters(

@@ -18,7 +18,7 @@ from ..record import arrival
 from ..request import Alternative, Beam, Finish, Grammar, Grown, Item, Limits, Prompt, Refused, Request, Speculation, Token
 from ..text import Tokenizer
 from ..validation import Parameters, Validator, in_time
-from .body import json_response, read
+from .body import decode, json_response
 from .errors import Problem, tgi_body
 from .links import ImageLoader
 from .ports import Batcher, limits_of
@@ -85,7 +85,7 @@ class Tgi:
     async def root(self, http: web.Request) -> web.StreamResponse:
         """POST /: what Hugging Face's clients use. `stream` in the body says whether to stream; the default is a whole answer."""
         clock = Clock()
-        body = await read(http, self._generate, self._config.payload_limit)
+        body = decode(http, self._generate)
         asked = await self.asked(http, body, streaming=bool(body.stream), full_text=True)
         clock.valid()
         return await (self._streamed(http, asked, clock) if body.stream else self._whole(asked, clock, wrapped=True))
@@ -93,7 +93,7 @@ class Tgi:
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """POST /generate."""
         clock = Clock()
-        body = await read(http, self._generate, self._config.payload_limit)
+        body = decode(http, self._generate)
         asked = await self.asked(http, body, streaming=False, full_text=False)
         clock.valid()
         return await self._whole(asked, clock, wrapped=False)
@@ -101,14 +101,14 @@ class Tgi:
     async def generate_stream(self, http: web.Request) -> web.StreamResponse:
         """POST /generate_stream."""
         clock = Clock()
-        body = await read(http, self._generate, self._config.payload_limit)
+        body = decode(http, self._generate)
         asked = await self.asked(http, body, streaming=True, full_text=False)
         clock.valid()
         return await self._streamed(http, asked, clock)
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize. It needs no shard."""
-        body = await read(http, self._tokenize, self._config.payload_limit)
+        body = decode(http, self._tokenize)
         special = body.add_special_tokens is not False
         if body.prompt is not None:
             return await self.count(body.prompt, special, bool(body.return_token_strs))
@@ -135,7 +135,7 @@ class Tgi:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """POST /detokenize, which is vLLM's."""
-        body = await read(http, self._detokenize, self._config.payload_limit)
+        body = decode(http, self._detokenize)
         return json_response({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens, False)})
 
     async def spans(self, text: str, special: bool, truncate: int = 0) -> msgspec.Raw:
