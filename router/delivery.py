@@ -11,8 +11,8 @@ from typing import Any
 from ..proto import shard_pb2
 from .metrics import Metrics
 from .replies import prompt_logprobs, scores_of, tops
-from .request import Alternative, Beam, Finish, Grown, Prompt, Request, Speculation, Token
-from .streams import Choice, HiddenPiece, Piece, Stream, Tokenizer
+from .request import Alternative, Beam, Finish, Grown, Piece, Prompt, Request, Speculation, Token
+from .streams import Choice, Stream, Tokenizer
 
 REASONS = {1: "eos_token", 2: "length"}  # by StepReply.finishes
 
@@ -76,7 +76,7 @@ class Delivery:
         """Appends a token and detokenizes it. Returns the stop string that ends the text, if one does."""
         text = self._tokenizer.token_text
         hidden = finish and _hides(stream.request, token)
-        piece: Piece = HiddenPiece(text(token)) if hidden else choice.text.push(token)
+        piece = Piece(text(token), "", "") if hidden else choice.text.push(token)
         special = self._tokenizer.is_special
         alternatives = tuple(Alternative(id, text(id), logprob, special(id)) for id, logprob in top) if top else ()
         stream.items.append(Token(token, piece.text, piece.delta, logprob, special(token), alternatives, choice.index))

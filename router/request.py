@@ -135,6 +135,14 @@ class Alternative(msgspec.Struct, frozen=True, gc=False):
     special: bool
 
 
+class Piece(msgspec.Struct, frozen=True, gc=False):
+    """What one token adds to a stream of text."""
+
+    text: str  # the token's own text; "" while a character is incomplete, then the whole character
+    delta: str  # what it adds for a reader
+    stop: str  # the stop string that has ended the text; "": none
+
+
 class Prompt(msgspec.Struct, frozen=True, gc=False):
     """First item of a stream: the prompt with its log-probabilities, as soon as its first token is there."""
 

@@ -10,29 +10,9 @@ from typing import Protocol
 
 from ..proto import shard_pb2
 from .record import Run
-from .request import Finish, Item, Request, Sink
+from .request import Finish, Item, Piece, Request, Sink
 
 MOST_ITEMS = 256  # most items taken at once, so that the chunk made of them is bounded, too
-
-
-class Piece(Protocol):
-    """What a token adds to a text."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def delta(self) -> str: ...
-    @property
-    def stop(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenPiece:
-    """The Piece of a token that is no part of the text."""
-
-    text: str
-    delta: str = ""
-    stop: str = ""
 
 
 class Text(Protocol):

@@ -11,17 +11,14 @@ import codecs
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from .config import AUTO
 from .folder import Unusable, read
 from .parsing import chosen, detect
 from .rendering import Renderer
-from .request import Refused
+from .request import Piece, Refused
 from .template import Chat, ChatTemplate, choose
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -61,7 +58,7 @@ class Tokenizer:
         self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids
         self._pieces: dict[int, str | bytes] = {}
         self.whole: dict[int, Piece] = {}  # cached Pieces of tokens that are whole characters and not special
-        _ = self.longest  # now: computed later, it would block the event loop
+        self.longest = self._longest()  # the most characters that a token stands for; 0: unknown
         self._check()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -83,10 +80,8 @@ class Tokenizer:
             at.append(at[-1] + len(character.encode()))
         return [(id, at[start], at[stop]) for id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)]
 
-    @cached_property
-    def longest(self) -> int:
-        """The most characters that a token stands for; 0: unknown, since parts of a text may be removed before it is split. Takes
-        0.1 s for 150,000 tokens."""
+    def _longest(self) -> int:
+        """`longest`, which is unknown where parts of a text may be removed before it is split. Takes 0.1 s for 150,000 tokens."""
         normalizer, splitter = _written(self._tokenizer.normalizer), _written(self._tokenizer.pre_tokenizer)
         known = _kinds(normalizer, "normalizers") <= {"Sequence", "Prepend", "Replace"}
         known &= _kinds(splitter, "pretokenizers") <= {"Sequence", "ByteLevel", "Split", "Digits", "Metaspace"}
@@ -218,14 +213,6 @@ class Tokenizer:
             raise Unusable(
                 f"the tokenizer's decoder is of an unknown kind: it makes {whole!r} of what we would call {first + found!r}"
             )
-
-
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """What one token adds to a stream of text."""
-
-    text: str  # the token's own text; "" while a character is incomplete, then the whole character
-    delta: str  # what it adds for a reader
-    stop: str  # the stop string that has ended the text: push no more; "": none
 
 
 class TextStream:

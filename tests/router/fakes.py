@@ -5,10 +5,9 @@ The fake is strict: a command that a shard couldn't execute, or that a router mu
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from penstock.proto import shard_pb2
-from penstock.router.request import Broken, Refused
+from penstock.router.request import Broken, Piece, Refused
 from penstock.simulator.shard import Asked, IntegerShard, Outcome
 
 LETTERS = 32  # the fake vocabulary is bytes; generated ones are printable, from this one on ...
@@ -278,13 +277,6 @@ class FakeShards:
             reply.prompt_counts.append(len(group.tokens) - 1)
             reply.prompt_tops.append(0)
             reply.prompt_logprobs.extend(-float(token) for token in group.tokens[1:])
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    text: str
-    delta: str
-    stop: str
 
 
 class ByteText:

@@ -111,7 +111,7 @@ def test_longest_token_is_unknown_if_the_tokenizer_drops_characters(tmp_path: Pa
     with_part = object.__new__(Tokenizer)
     with_part._tokenizer = tokenizers.Tokenizer.from_file(str(path))
     with_part._byte_level, with_part._byte_fallback = {"a": 97}, False
-    assert with_part.longest == 0
+    assert with_part._longest() == 0
 
 
 def test_long_texts_wait_for_tokenizer_threads_and_are_refused_if_too_many_wait(
