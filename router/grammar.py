@@ -123,7 +123,7 @@ def _meant(known: Known, close: bool, schema: Mapping[str, Any]) -> dict[str, An
 def _composed(schema: Mapping[str, Any]) -> bool:
     """Whether subschemas may name properties of the same object."""
     named = [name for name in COMPOSING if name in schema]
-    return len(named) > 1 or any(len(_parts(schema, name)) > 1 for name in ("allOf", "oneOf"))
+    return len(named) > 1 or any(len(parts_of(schema, name)) > 1 for name in ("allOf", "oneOf"))
 
 
 def _open_by_default(schema: Mapping[str, Any]) -> bool:
@@ -174,7 +174,7 @@ def _bounded(schema: Mapping[str, Any], known: Known) -> dict[str, Any]:
         elif not whole:
             bounds[name] = min(bounds[name], FARTHEST)
     if not whole:
-        every = _narrowest([bounds, *(_bounds_of_all(part, known) for part in _parts(schema, "allOf"))])
+        every = _narrowest([bounds, *(_bounds_of_all(part, known) for part in parts_of(schema, "allOf"))])
         bounds = _apart(bounds, every)
     others = {name: value for name, value in schema.items() if name not in LEAST | MOST or not _is_number(value)}
     return others | bounds
@@ -204,7 +204,7 @@ def _bounds(schema: Any) -> dict[str, float]:
 def _bounds_of_all(schema: Any, known: Known) -> dict[str, float]:
     """The numeric bounds of a schema and its `allOf` parts. known: results so far."""
     if id(schema) not in known:
-        parts = _parts(schema, "allOf") if isinstance(schema, Mapping) else ()
+        parts = parts_of(schema, "allOf") if isinstance(schema, Mapping) else ()
         found = _narrowest([_bounds(schema), *(_bounds_of_all(part, known) for part in parts)])
         known[id(schema)] = found
     return known[id(schema)]
@@ -497,10 +497,10 @@ class _Schema:
             return True
         if "$ref" in schema and not self._reference_ends(schema["$ref"], open_references):
             return False
-        if not all(self._ends(part, open_references) for part in _parts(schema, "allOf")):
+        if not all(self._ends(part, open_references) for part in parts_of(schema, "allOf")):
             return False
         for name in ("anyOf", "oneOf"):
-            parts = _parts(schema, name)
+            parts = parts_of(schema, name)
             if parts and not any(self._ends(part, open_references) for part in parts):
                 return False
         return all(self._ends(part, open_references) for part in _needed(schema))
@@ -530,9 +530,10 @@ def target(root: Any, reference: str) -> Any:
     return place
 
 
-def _parts(schema: Mapping[str, Any], name: str) -> list[Any]:
-    parts = schema.get(name, [])
-    return parts if isinstance(parts, list) else []
+def parts_of(schema: Mapping[str, Any], name: str) -> list[Any]:
+    """A schema's list of this name; [] if there is none."""
+    found = schema.get(name)
+    return found if isinstance(found, list) else []
 
 
 def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
@@ -542,12 +543,12 @@ def _needed(schema: Mapping[str, Any]) -> Iterator[Any]:
     if not isinstance(types, list) or any(name in SCALARS for name in types):
         return
     if "array" not in types:
-        properties, required = schema.get("properties"), _parts(schema, "required")
+        properties, required = schema.get("properties"), parts_of(schema, "required")
         if isinstance(properties, dict):
             yield from (properties[name] for name in required if isinstance(name, str) and name in properties)
     elif "object" not in types:
         least = schema.get("minItems", 0)
-        first = _parts(schema, "prefixItems")
+        first = parts_of(schema, "prefixItems")
         if isinstance(least, int) and least:
             yield from first[:least]
             if least > len(first):

@@ -2,7 +2,7 @@
 
 Names with `tgi_` are text-generation-inference's, with its meaning, so that its dashboards work. Who counts what:
   batcher   each submitted request (`arrived`, then `done` or `failed`), each step, the gauges of its state (`watch`)
-  api       requests it refuses before they reach the batcher: `failed("validation")`
+  api       requests that it refuses before they reach the batcher (`turned_away`)
 
 Names with `vllm:` are vLLM's, which gateways, autoscalers and dashboards read. Nothing is counted for them: they are derived from
 ours when they are scraped.

@@ -50,6 +50,11 @@ class Record:
         """Its name for other processes, so that their logs can be related to it."""
         return self.trace or self.id
 
+    @property
+    def failure(self) -> str:
+        """Kind of the request's failure, or of that of its first run that failed; "": none."""
+        return self.error or next((run.failure for run in self.runs if run.failure), "")
+
 
 current: ContextVar[Record | None] = ContextVar("record", default=None)
 

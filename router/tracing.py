@@ -104,7 +104,7 @@ class Tracer:
         )
         if record.runs:
             span.set_attributes({OPERATION: operation, PROVIDER: "penstock", **_attributes(record, self._model)})
-        failure = record.error or next((run.failure for run in record.runs if run.failure), "")
+        failure = record.failure
         if failure or status >= 500:
             span.set_attribute("error.type", failure or str(status))
         # Not for 4xx, as the conventions have it: nor for 499, a client that has left.

@@ -99,7 +99,7 @@ def _values(http: web.Request, record: Record, status: int) -> dict[str, Any]:
         "path": _route(http),
         "status": status,
         "seconds": _rounded(monotonic() - record.arrived),
-        "error": record.error or next((run.failure for run in runs if run.failure), "") or ("dropped" if status == GONE else ""),
+        "error": record.failure or ("dropped" if status == GONE else ""),
     }
     if runs:
         values |= {

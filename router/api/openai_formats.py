@@ -66,8 +66,6 @@ def _grammar(name: str, value: Any) -> Grammar | None:
             return _response_format(value)
         case "structured_outputs":
             return _structured(value)
-        case "json_schema":
-            return _json_schema(value, name)
     return _constraint(name.removeprefix("guided_"), value, name)
 
 
@@ -125,7 +123,7 @@ def _spaced(asked: Grammar, pattern: Any) -> Grammar:
 def _constraint(kind: str, value: Any, name: str) -> Grammar:
     """The grammar of one kind of constraint. `name`: the field, for error messages."""
     match kind:
-        case "json":
+        case "json" | "json_schema":
             return _json_schema(value, name)
         case "json_object":
             return grammar.json_object()

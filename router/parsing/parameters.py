@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ..grammar import target
+from ..grammar import parts_of, target
 
 Json = Mapping[str, Any]
 Types = frozenset[str]
@@ -67,7 +67,7 @@ class Parameters:
         found = self._merged(self.schema)
         if found is None or found.keys() & (SUBTLE | EITHER | LISTING) or ELSEWHERE.search(json.dumps(self.schema)):
             return None
-        required = {name for name in _parts(found, "required") if isinstance(name, str)}
+        required = {name for name in parts_of(found, "required") if isinstance(name, str)}
         others = sorted(required - _properties(found).keys())
         declared = _properties(found) | dict.fromkeys(others, found.get("additionalProperties", True))
         if any(not isinstance(value, dict | bool) or (value is False and name in required) for name, value in declared.items()):
@@ -117,7 +117,7 @@ class Parameters:
         if found is None or not either:
             return [_simple(found)]
         [key, *others] = either
-        parts = _parts(found, key)
+        parts = parts_of(found, key)
         ambiguous = key == "oneOf" and sum("string" in self.types_of(part) for part in parts) > 1
         if others or ambiguous or found.keys() & {"type", "minLength", "maxLength", *LISTING, *SUBTLE}:
             return [None]
@@ -152,7 +152,7 @@ class Parameters:
         if isinstance(reference, str) and reference not in seen:
             seen.add(reference)
             yield from self._levels(target(self.schema, reference), seen)
-        for part in _parts(schema, "allOf"):
+        for part in parts_of(schema, "allOf"):
             yield from self._levels(part, seen)
 
     def _types(self, schema: Any, own: Callable[[Json], Types | None], seen: dict[str, Types | None]) -> Types | None:
@@ -167,9 +167,9 @@ class Parameters:
                 seen[reference] = None
                 seen[reference] = self._types(target(self.schema, reference), own, seen)
             found.append(seen[reference])
-        found += [self._types(part, own, seen) for part in _parts(schema, "allOf")]
+        found += [self._types(part, own, seen) for part in parts_of(schema, "allOf")]
         for key in EITHER:
-            either = [types for part in _parts(schema, key) if (types := self._types(part, own, seen)) is not None]
+            either = [types for part in parts_of(schema, key) if (types := self._types(part, own, seen)) is not None]
             found += [frozenset().union(*either)] if either else []
         known = [types for types in found if types is not None]
         return frozenset.intersection(*known) if known else None
@@ -182,7 +182,7 @@ def _own_types(level: Json) -> Types:
     if isinstance(kinds, list):
         found = frozenset("number" if kind == "integer" else kind for kind in kinds if isinstance(kind, str))
     if LISTING & level.keys():
-        values = [level["const"]] if "const" in level else _parts(level, "enum")
+        values = [level["const"]] if "const" in level else parts_of(level, "enum")
         found &= {KINDS[type(value)] for value in values}
     return found
 
@@ -204,15 +204,10 @@ def _listed(schema: Json) -> list[Any] | None:
     if not LISTING & schema.keys():
         return None
     types = _own_types(schema)
-    values = [schema["const"]] if "const" in schema else _parts(schema, "enum")
+    values = [schema["const"]] if "const" in schema else parts_of(schema, "enum")
     return [value for value in values if KINDS[type(value)] in types]
 
 
 def _properties(level: Json) -> dict[str, Any]:
     found = level.get("properties")
     return found if isinstance(found, dict) else {}
-
-
-def _parts(level: Json, key: str) -> list[Any]:
-    found = level.get(key)
-    return found if isinstance(found, list) else []
