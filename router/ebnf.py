@@ -69,6 +69,8 @@ class Part:
         return self.lark in ("*", "+") or bool(comma and (not most or int(most) > max(1, int(least))))
 
 
+Sets = tuple[bool, int, int]  # of a part: see `_Rules._known`
+UNKNOWN: Sets = (False, 0, 0)
 NOTHING = Part("text", '""')
 ANYTHING = Part("set", "/(?s:.)/", first=ALL)
 
@@ -246,9 +248,7 @@ class _Rules:
     def __init__(self, bodies: dict[str, Part]) -> None:
         self.bodies = {name: _looped(name, body) for name, body in bodies.items()}
         self.patterns = self._regular()
-        self._empty = dict.fromkeys(self.bodies, False)  # whether a rule may be empty
-        self._first = dict.fromkeys(self.bodies, 0)  # with what its texts begin (FIRST set)
-        self._tail = dict.fromkeys(self.bodies, 0)  # what may extend a text of it that might be complete
+        self._sets = dict.fromkeys(self.bodies, UNKNOWN)  # of each rule: see `_known`
         if "root" not in self.patterns:  # which nothing follows
             for name in [name for name in self.bodies if name not in self.patterns]:
                 self._take_apart(name)
@@ -256,7 +256,7 @@ class _Rules:
             while none := [
                 name
                 for name, follow in self._follows().items()
-                if name in self.patterns and (self._tail[name] & follow or not self._made_of_patterns(self.bodies[name]))
+                if name in self.patterns and (self._sets[name][2] & follow or not self._made_of_patterns(self.bodies[name]))
             ]:
                 for name in none:
                     self.patterns.discard(name)
@@ -303,7 +303,7 @@ class _Rules:
             made = f" {len(self.bodies)}"  # no name that a client can give
             self.bodies[made] = part
             self.patterns.add(made)
-            self._empty[made], self._first[made], self._tail[made] = False, 0, 0
+            self._sets[made] = UNKNOWN
             return Part("name", made)
 
         self.bodies[name] = within(self.bodies[name])
@@ -317,17 +317,16 @@ class _Rules:
         while changed:
             changed = False
             for name in upwards:
-                known = (self._empty[name], self._first[name], self._tail[name])
                 found = self._known(self.bodies[name])
-                if found != known:
-                    self._empty[name], self._first[name], self._tail[name] = found
-                    changed = True
+                if found != self._sets[name]:
+                    self._sets[name], changed = found, True
 
-    def _known(self, part: Part) -> tuple[bool, int, int]:
-        """Whether a part may be empty, its FIRST set, and what may extend a text of it that might be complete."""
+    def _known(self, part: Part) -> Sets:
+        """Whether a part may be empty, with what its texts begin (its FIRST set), and what may extend a text of it that might be
+        complete."""
         match part.kind:
             case "name":
-                return self._empty[part.lark], self._first[part.lark], self._tail[part.lark]
+                return self._sets[part.lark]
             case "any":
                 each = [*map(self._known, part.parts)]
                 return (
