@@ -52,16 +52,15 @@ class Delivery:
             if stream.stepped < now:  # else it has tokens of this step already
                 stream.stepped = now
                 stream.run.steps += 1
-            if choice.generated:
+            if choice.ids:
                 if choice.last < now:  # not of this step
                     before.append(choice.last)
-            elif not any(other.generated for other in stream.choices):
+            elif not any(other.ids for other in stream.choices):
                 self._metrics.first_token(now - stream.arrived)
                 stream.run.first, stream.run.cached_tokens = now, stream.cached
                 _open(stream, prompts)
             choice.last = now
             choice.ids.append(token)
-            choice.generated += 1
             stop = self._add(stream, choice, token, logprob, finish, top)
             if finish or stop:
                 reason = "stop_sequence" if stop else REASONS[finish]

@@ -47,10 +47,14 @@ class Choice:
     index: int
     text: Text
     ids: "array[int]" = field(default_factory=lambda: array("I"))  # its tokens, as far as they were received
-    generated: int = 0
     last: float = 0.0  # when its last token came
     running: bool = True  # on the shards, as far as is known
     done: bool = False  # its Finish is among the items
+
+    @property
+    def generated(self) -> int:
+        """How many tokens it has."""
+        return len(self.ids)
 
 
 class StreamOwner(Protocol):

@@ -242,24 +242,23 @@ class Chat:
                 "content": await self._writer.listed(tokens, len(tokens[0].top), self._writer.logprob),
                 "refusal": None,
             }
-        choice = {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        return choice | _score(answer.finish)
+        return _choice(index, {"message": message, "logprobs": logprobs}, reason) | _score(answer.finish)
 
     def opening(self, index: int) -> bytes:
-        return encode(_chunk_choice(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}))
+        return encode(_choice(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}))
 
     def delta(self, index: int, item: Token | Finish) -> bytes:
         parser = self._parser(index) if self._make else None
         if isinstance(item, Token):
             delta = {"content": item.delta} if parser is None else message_of(parser.read(item), whole=False)
             logprobs = {"content": [self._writer.logprob(item)], "refusal": None} if self._logprobs else None
-            return encode(_chunk_choice(index, {"delta": delta, "logprobs": logprobs}))
+            return encode(_choice(index, {"delta": delta, "logprobs": logprobs}))
         delta = {"content": item.delta} if item.delta else {}
         reason = REASONS[item.reason]
         if parser is not None:
             delta = message_of(parser.read(item), whole=False)
             reason = parser.reason(item)
-        return encode(_chunk_choice(index, {"delta": delta, "logprobs": None}, reason) | _score(item))
+        return encode(_choice(index, {"delta": delta, "logprobs": None}, reason) | _score(item))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
         if self._make is not None or self._logprobs:
@@ -310,22 +309,22 @@ class Completions:
             generated = self._content(index, tokens, tops)
             content = generated if content is None or generated is None else _joined(content, generated)
         reason = "length" if self._silent else REASONS[answer.finish.reason]
-        return _chunk_choice(index, {"text": text, "logprobs": content}, reason) | self._score(answer.finish)
+        return _choice(index, {"text": text, "logprobs": content}, reason) | self._score(answer.finish)
 
     def opening(self, index: int) -> bytes | None:
         if not self._echoes:
             return None
         text, content = self._begin(index)
-        return encode(_chunk_choice(index, {"text": text, "logprobs": content}))
+        return encode(_choice(index, {"text": text, "logprobs": content}))
 
     def delta(self, index: int, item: Token | Finish) -> bytes | None:
         if isinstance(item, Finish):
             text, reason = ("", "length") if self._silent else (item.delta, REASONS[item.reason])
-            return encode(_chunk_choice(index, {"text": text, "logprobs": None}, reason) | self._score(item))
+            return encode(_choice(index, {"text": text, "logprobs": None}, reason) | self._score(item))
         if self._silent:
             return None
         tops = [_most_probable(item)] if self._logprobs else None
-        return encode(_chunk_choice(index, {"text": item.delta, "logprobs": self._content(index, [item], tops)}))
+        return encode(_choice(index, {"text": item.delta, "logprobs": self._content(index, [item], tops)}))
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
         if self._silent or self._logprobs is not None:
@@ -369,7 +368,7 @@ def _joined(first: Json, second: Json) -> Json:
     return {name: None if raw is None else msgspec.Raw(b"%b,%b" % (bytes(raw)[:-1], rest[name])) for name, raw in first.items()}
 
 
-def _chunk_choice(index: int, content: Json, reason: str | None = None) -> Json:
+def _choice(index: int, content: Json, reason: str | None = None) -> Json:
     return {"index": index, **content, "finish_reason": reason}
 
 
