@@ -116,8 +116,7 @@ class Either:
         width, limits = beam_width_of(body), limits_of(self._batcher)
         truncate = truncation(body, limits.max_input_tokens)
         asked = parameters(http, body, width=width, max_new_tokens=body.most, truncate=truncate)
-        limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        with naming(inputs="messages", max_new_tokens=limit, **width.names, truncate="truncate_prompt_tokens"):
+        with naming(**body.names, **width.names):
             request, _ = await self._chats.request(body, asked, limits)
         return request
 

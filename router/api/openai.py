@@ -108,9 +108,7 @@ class OpenAI:
             prompt_top_n=alternatives or 0,
             truncate=truncation(body, limits.max_input_tokens),
         )
-        limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        theirs = {"inputs": "messages", "max_new_tokens": limit, "top_n_tokens": "top_logprobs"}
-        with naming(**theirs, **width.names, truncate="truncate_prompt_tokens"):
+        with naming(**body.names, **width.names):
             request, make = await self._chats.request(body, asked, limits)
         shapes = Chat(self._writer, bool(body.logprobs), make)
         return await self._answer(http, clock, body, self._asked(body, [request], shapes, shown), headers)

@@ -193,6 +193,12 @@ class ChatBody(Body, kw_only=True):
         """The limit of new tokens, by either of the two names."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What refusals call fields that penstock names differently."""
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"inputs": "messages", "max_new_tokens": limit, "top_n_tokens": "top_logprobs", "truncate": "truncate_prompt_tokens"}
+
 
 def unsupported(name: str) -> str:
     """The refusal of a field that cannot be honoured."""
