@@ -8,7 +8,7 @@ from typing import Any
 
 from .parameters import Parameters
 from .parts import Arguments, Call
-from .source import Markers, Pieces, Source, Steps, after_space, before, expect, space
+from .source import Pieces, Source, Steps, after_space, expect, space
 from .values import encodable, follow_json, string, whole
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's parameters, by the tool's name
@@ -114,17 +114,6 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
         yield calls.arguments(arguments)
         return True
     return begun
-
-
-def string_before(source: Source, calls: Calls, ends: Markers) -> Steps[bool]:
-    """Reads a string without quotes and its end, and emits it as a JSON string as it arrives. Returns False if there is no end."""
-    yield calls.arguments('"')
-    end = yield from before(source, ends, lambda text: calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1]), spaces="")
-    if not end:
-        return False
-    source.at += len(end)
-    yield calls.arguments('"')
-    return True
 
 
 def decoded(source: Source) -> Steps[str]:

@@ -13,8 +13,8 @@ from ..grammar import MOST_CHARACTERS
 from .calls import MAX_NAME, Calls, stream, usable
 from .lark import MOST_KEYWORDS, Lark, quoted
 from .parameters import LISTING, Parameters
-from .source import Markers, Pieces, Source, Steps, after_space, space, up_to
-from .values import CLOSING, NUMBER_OR_NAME, PYTHON_NAMES, dump, string
+from .source import Markers, Pieces, Source, Steps, after_space, ahead, space, up_to
+from .values import CLOSING, NUMBER_OR_NAME, PYTHON_NAMES, dump, string, string_before
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 CALL = "call:"
@@ -105,16 +105,11 @@ def _scalar(source: Source) -> Pieces[bool]:
     string without quotes."""
     if source.text[source.at : source.at + 1] in ('"', "<"):
         return (yield from _quoted(source))
-    while True:
-        match = ATOM.match(source.text, source.at)
-        assert match
-        if match.end() < len(source.text) or source.ended or len(match[0]) > MAX_NAME:
-            break
-        yield None
-    text = match[0].strip()
-    if not text or match.end() == len(source.text) or len(match[0]) > MAX_NAME:
+    found = yield from ahead(source, ATOM)
+    text = found.strip()
+    if not text or source.at + len(found) == len(source.text) or len(found) > MAX_NAME:
         return False
-    source.at = match.end()
+    source.at += len(found)
     yield text if NUMBER_OR_NAME.fullmatch(text) else dump(PYTHON_NAMES.get(text, text))
     return True
 
@@ -125,20 +120,7 @@ def _quoted(source: Source) -> Pieces[bool]:
         return (yield from string(source))
     if not (yield from after_space(source, QUOTE)):
         return False
-    yield '"'
-    while True:
-        found = QUOTES.find(source.text, source.at)
-        stop = found[0] if found else len(source.text) if source.ended else QUOTES.begun(source.text, source.at)
-        if stop > source.at:
-            yield json.dumps(source.text[source.at : stop], ensure_ascii=False)[1:-1]
-            source.at = stop
-        if found:
-            source.at = found[1]
-            yield '"'
-            return True
-        if source.ended:
-            return False
-        yield None
+    return (yield from string_before(source, QUOTES))
 
 
 def call(lark: Lark, name: str, schema: Json) -> str:

@@ -1,9 +1,10 @@
 """gpt-oss's harmony format: every message names its channel, and reasoning, tool calls and content are messages of one answer."""
 
 import re
+from collections.abc import Callable
 
 from .calls import Calls, stream, usable
-from .parts import Reasoning, Text
+from .parts import Part, Reasoning, Text
 from .source import Markers, Source, Steps, before, expect, space, up_to
 from .values import follow_json
 
@@ -56,7 +57,7 @@ def _rest(source: Source) -> Steps[str | None]:
 
 def _body(source: Source, calls: Calls, header: str) -> Steps[None]:
     """Reads the body of a message, and its end marker."""
-    make: type[Text | Reasoning] = Reasoning if f"{CHANNEL}analysis" in header else Text
+    make: Callable[[str], Part] = Reasoning if f"{CHANNEL}analysis" in header else Text
     if recipient := RECIPIENT.search(header):
         function, name = recipient.groups()
         if not usable(name) or not (function or calls.known(name)):  # gpt-oss's built-in tool, which nobody has here

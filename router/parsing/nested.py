@@ -4,10 +4,10 @@ from the tool's schema. A special token stands before each tag. JSON objects are
 
 from typing import Any
 
-from .calls import MAX_NAME, Calls, json_call, string_before, usable
+from .calls import MAX_NAME, Calls, json_call, stream, usable
 from .parameters import STRING, Parameters
 from .source import Markers, Source, Steps, after_space, expect, space, up_to
-from .values import dump, typed
+from .values import dump, string_before, typed
 
 MARK = "]<]minimax[>["
 OPEN, CLOSE = f"{MARK}<tool_call>", f"{MARK}</tool_call>"
@@ -70,7 +70,7 @@ class NestedForm:
         head, parameters = f"{comma}{dump(key)}: ", calls.parameters(name)
         if parameters.types(key) == STRING:
             yield calls.arguments(head)
-            return (yield from string_before(source, calls, Markers(f"{MARK}</{key}>")))
+            return (yield from stream(string_before(source, Markers(f"{MARK}</{key}>")), calls))
         node = yield from _node(source, key, 1)
         if node is None:
             source.at = start

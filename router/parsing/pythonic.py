@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from .calls import MAX_NAME, Calls
-from .source import Source, Steps, after_space, expect, space
+from .source import Source, Steps, after_space, ahead, expect, space
 from .values import dump, literal
 
 NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -102,13 +102,9 @@ def _argument(source: Source, calls: Calls, name: str) -> Steps[str | None]:
 
 def _word(source: Source) -> Steps[str]:
     """Reads a word, which may be empty."""
-    while True:
-        match = WORD.match(source.text, source.at)
-        assert match
-        if match.end() < len(source.text) or source.ended:
-            source.at = match.end()
-            return match[0]
-        yield None
+    word = yield from ahead(source, WORD)
+    source.at += len(word)
+    return word
 
 
 def _expression(source: Source) -> Steps[str]:

@@ -16,6 +16,7 @@ SPACES = " \t\r\n"
 NOT_SPACE = re.compile(r"[^ \t\r\n]")
 
 Result = TypeVar("Result")
+Emitted = TypeVar("Emitted")
 Steps = Generator[Part | None, None, Result]
 Pieces = Generator[str | None, None, Result]
 Waits = Generator[None, None, Result]  # yields nothing but None, and returns a result
@@ -102,7 +103,9 @@ def _joined(last: Part, part: Part) -> Part | None:
     return None
 
 
-def before(source: Source, markers: Markers, make: Callable[[str], Part], spaces: str = SPACES) -> Steps[str]:
+def before(
+    source: Source, markers: Markers, make: Callable[[str], Emitted], spaces: str = SPACES
+) -> Generator[Emitted | None, None, str]:
     """Emits the text before the first marker, and stops there. Returns the marker, "" if the text ends without one.
 
     `spaces` before the marker belong to it, and are not read either. Only for where nothing will be read again.
@@ -158,6 +161,17 @@ def after_space(source: Source, literal: str) -> Waits[bool]:
         return True
     source.at = start
     return False
+
+
+def ahead(source: Source, pattern: re.Pattern[str]) -> Waits[str]:
+    """The text that comes next and that the pattern, which also matches nothing, describes. It is not read. Its end is seen only at
+    the next character."""
+    while True:
+        match = pattern.match(source.text, source.at)
+        assert match
+        if match.end() < len(source.text) or source.ended:
+            return match[0]
+        yield None
 
 
 def up_to(source: Source, literal: str, limit: int = sys.maxsize // 2) -> Waits[str | None]:

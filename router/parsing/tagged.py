@@ -6,10 +6,10 @@ Types come from the tool's schema, or, in DeepSeek V3.2, from the tag.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .calls import MAX_NAME, Calls, json_call, string_before, usable
+from .calls import MAX_NAME, Calls, json_call, stream, usable
 from .parameters import STRING, TYPES, Types
-from .source import Markers, Source, Steps, after_space, space, up_to
-from .values import dump, typed
+from .source import Markers, Source, Steps, after_space, expect, space, up_to
+from .values import dump, string_before, typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,24 +142,15 @@ class TaggedForm:
         """Reads a string, which is emitted as it arrives."""
         ends = Markers(f"\n{self.value_end}", self.value_end) if self.lines else Markers(self.value_end)
         if self.lines:
-            yield from _line_end(source)
-        return (yield from string_before(source, calls, ends))
+            yield from expect(source, "\n")
+        return (yield from stream(string_before(source, ends), calls))
 
     def _value(self, source: Source, calls: Calls, types: Types) -> Steps[bool]:
         """Reads any other value, or one of unknown type, which is emitted when it is complete."""
         text = yield from up_to(source, self.value_end)
         if text is None:
             return False
-        yield calls.arguments(typed(_inner(text) if self.lines else text, types, self.python))
+        if self.lines:
+            text = text.removeprefix("\n").removesuffix("\n")
+        yield calls.arguments(typed(text, types, self.python))
         return True
-
-
-def _inner(text: str) -> str:
-    return text.removeprefix("\n").removesuffix("\n")
-
-
-def _line_end(source: Source) -> Steps[None]:
-    """Reads over a line end, if there is one."""
-    while source.at == len(source.text) and not source.ended:
-        yield None
-    source.at += source.text.startswith("\n", source.at)

@@ -7,7 +7,7 @@ import warnings
 from typing import Any, NoReturn
 
 from .parameters import TYPES, Types
-from .source import NOT_SPACE, Pieces, Source, Steps
+from .source import NOT_SPACE, Markers, Pieces, Source, Steps, ahead, before
 
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
@@ -85,6 +85,17 @@ def string(source: Source) -> Pieces[bool]:
             yield None
 
 
+def string_before(source: Source, ends: Markers) -> Pieces[bool]:
+    """Emits the text before one of these ends, which is read as well, as a JSON string. Returns False if there is no end."""
+    yield '"'
+    end = yield from before(source, ends, lambda text: json.dumps(text, ensure_ascii=False)[1:-1], spaces="")
+    if not end:
+        return False
+    source.at += len(end)
+    yield '"'
+    return True
+
+
 def whole(pieces: Pieces[bool]) -> Steps[str]:
     """All pieces joined, when they are complete; "" if they are broken. Nothing is emitted before."""
     found: list[str] = []
@@ -100,17 +111,12 @@ def whole(pieces: Pieces[bool]) -> Steps[str]:
 
 
 def _atom(source: Source) -> Pieces[bool]:
-    """Reads a number, true, false or null. Its end is seen only at the next character."""
-    while True:
-        match = ATOM.match(source.text, source.at)
-        assert match
-        if match.end() < len(source.text) or source.ended:
-            break
-        yield None
-    if not NUMBER_OR_NAME.fullmatch(match[0]):
+    """Reads a number, true, false or null."""
+    text = yield from ahead(source, ATOM)
+    if not NUMBER_OR_NAME.fullmatch(text):
         return False
-    source.at = match.end()
-    yield match[0]
+    source.at += len(text)
+    yield text
     return True
 
 
