@@ -26,7 +26,7 @@ from time import monotonic
 from ..proto import shard_pb2
 from .adapters import Adapters, RuntimeAdapter
 from .admission import admits
-from .bounds import bounds_of, drafting_of, policy_of, step_tokens
+from .bounds import bounds_of, scheduler_of, step_tokens
 from .config import Misconfigured, RouterConfig
 from .delivery import Delivery
 from .metrics import Metrics
@@ -262,8 +262,7 @@ class Batcher:
 
     def _queue_all(self, bounds: Bounds) -> None:
         """Queues all streams with a new scheduler."""
-        policy = policy_of(self._config, bounds, self._warm)
-        self._scheduler = Scheduler(bounds, policy, drafting_of(self._config, bounds, policy))
+        self._scheduler = scheduler_of(self._config, bounds, self._warm)
         self._held.clear()
         for stream in tuple(self._streams.values()):
             self._arrive(stream)

@@ -1,4 +1,4 @@
-"""Derives limits of requests, bounds of the scheduler, and the policies, from settings, model and memory. Pure."""
+"""Derives limits of requests, and the scheduler with its bounds and policies, from settings, model and memory. Pure."""
 
 from ..proto import images, shard_pb2
 from .config import Misconfigured, RouterConfig
@@ -6,7 +6,7 @@ from .cost import Cost
 from .drafting import DraftBudget
 from .policies import ChunkedPrefill, Policy, WholePrefill
 from .request import Limits
-from .scheduler import Bounds
+from .scheduler import Bounds, Scheduler
 
 STEP_TOKENS, CPU_STEP_TOKENS = 4096, 512  # default tokens of a step: see `step_tokens`
 
@@ -61,20 +61,15 @@ def bounds_of(config: RouterConfig, info: shard_pb2.InfoReply, warm: shard_pb2.W
     return limits, bounds
 
 
-def policy_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply) -> Policy:
-    """The prefill policy that the operator chose."""
+def scheduler_of(config: RouterConfig, bounds: Bounds, warm: shard_pb2.WarmupReply) -> Scheduler:
+    """A scheduler with the prefill policy that the operator chose and, for speculative decoding, a budget of drafts."""
     cost = Cost(warm.sample_tokens, warm.sample_seconds)
+    drafts = DraftBudget(cost, bounds.step_tokens, config.speculate, config.itl_target) if config.speculate else None
+    policy: Policy = ChunkedPrefill(bounds.step_tokens, cost, config.itl_target)
     if config.prefill_policy == "pause":
         known = cost if config.speculate else None
-        return WholePrefill(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens, known)
-    return ChunkedPrefill(bounds.step_tokens, cost, config.itl_target)
-
-
-def drafting_of(config: RouterConfig, bounds: Bounds, policy: Policy) -> DraftBudget | None:
-    """The budget of drafts; None: no speculative decoding."""
-    if not config.speculate or policy.cost is None:
-        return None
-    return DraftBudget(policy.cost, bounds.step_tokens, config.speculate, config.itl_target)
+        policy = WholePrefill(bounds.step_tokens, config.waiting_served_ratio, config.max_waiting_tokens, known)
+    return Scheduler(bounds, policy, drafts)
 
 
 def step_tokens(config: RouterConfig, info: shard_pb2.InfoReply) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.proto import shard_pb2
 from penstock.router.batcher import Batcher
-from penstock.router.bounds import bounds_of, policy_of
+from penstock.router.bounds import bounds_of, scheduler_of
 from penstock.router.config import Misconfigured
 from penstock.router.cost import Work
 from penstock.router.policies import ChunkedPrefill, WholePrefill
@@ -36,11 +36,11 @@ def test_max_sequences_follow_concurrent_requests_unless_max_batch_size_is_set(c
 def test_prefill_policy_follows_the_options() -> None:
     bounds = Bounds(pages=1, page_size=1, step_tokens=64, sequences=1)
     warm = shard_pb2.WarmupReply(sample_tokens=10, sample_seconds=1.0)
-    mixed = policy_of(config(itl_target=0.3), bounds, warm)
+    mixed = scheduler_of(config(itl_target=0.3), bounds, warm)._policy
     assert isinstance(mixed, ChunkedPrefill)
     assert mixed.cost is not None
     assert mixed.cost.predict(Work(10)) == pytest.approx(1.0, rel=0.01)
-    assert isinstance(policy_of(config(prefill_policy="pause"), bounds, warm), WholePrefill)
+    assert isinstance(scheduler_of(config(prefill_policy="pause"), bounds, warm)._policy, WholePrefill)
 
 
 @pytest.mark.parametrize(
