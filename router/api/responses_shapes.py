@@ -11,6 +11,12 @@ from ..request import Finish, Token
 from .openai_shapes import Json, MessageParser, Usage
 
 INCOMPLETE = "max_output_tokens"  # the reason, if an answer reached its length
+# By the kind of an output item: how ids begin, and what it has when it begins.
+ITEMS: dict[str, tuple[str, Json]] = {
+    "message": ("msg", {"role": "assistant", "content": []}),
+    "reasoning": ("rs", {"summary": [], "content": []}),
+    "function_call": ("fc", {"arguments": ""}),
+}
 
 
 @dataclass(slots=True)
@@ -121,15 +127,8 @@ class Output:
             return
         yield from self._end("completed")
         self._open, self._pieces = kind, []
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        item: Json = {"id": f"{prefix}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **more}
-        match kind:
-            case "message":
-                shown = item | {"role": "assistant", "content": []}
-            case "reasoning":
-                shown = item | {"summary": [], "content": []}
-            case _:
-                shown = item | {"arguments": ""}
+        prefix, empty = ITEMS[kind]
+        shown: Json = {"id": f"{prefix}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **more, **empty}
         yield {"type": "response.output_item.added", "output_index": len(self.items), "item": shown}
         self.items.append(dict(shown))
         if kind != "function_call":
@@ -141,18 +140,17 @@ class Output:
         if not self._open:
             return
         item, text = self.items[-1], "".join(self._pieces)
-        match self._open:
-            case "function_call":
-                item["arguments"] = text
-                yield self._event("function_call_arguments.done", name=item["name"], arguments=text)
-            case "message":
-                item["content"][0]["text"] = text
-                yield self._event("output_text.done", content_index=0, text=text, logprobs=item["content"][0]["logprobs"])
-                yield self._event("content_part.done", content_index=0, part=item["content"][0])
-            case _:
-                item["content"][0]["text"] = text
+        if self._open == "function_call":
+            item["arguments"] = text
+            yield self._event("function_call_arguments.done", name=item["name"], arguments=text)
+        else:
+            [content] = item["content"]
+            content["text"] = text
+            if self._open == "message":
+                yield self._event("output_text.done", content_index=0, text=text, logprobs=content["logprobs"])
+            else:
                 yield self._event("reasoning_text.done", content_index=0, text=text)
-                yield self._event("content_part.done", content_index=0, part=item["content"][0])
+            yield self._event("content_part.done", content_index=0, part=content)
         item["status"] = status
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
         self._open = ""
