@@ -150,6 +150,7 @@ TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nemotron_json", ("<TOOLCALL>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ("List of tools: [",)),
     ("olmo3", ("<function_calls>",)),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),
     ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),

@@ -178,6 +178,11 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ("lfm2", "<|tool_call_start|>[weather(city='Paris', days=3), now()]<|tool_call_end|>Soon.", LFM2_PARTS),
     ("lfm2", "[weather(city='Paris', days=3), now()] Soon.", LFM2_PARTS),
     (
+        "lfm2",
+        "<|tool_call_start|>[weather(city='New\nYork', tags=['a',\n'b'])]",
+        calls(("weather", '{"city": "New\\nYork", "tags": ["a", "b"]}')),
+    ),
+    (
         "olmo3",
         'So:\n<function_calls>weather(city="Paris", days=3)\nnow()\n\nweather(any=true, tags=["a"])</function_calls>',
         [Text("So:"), *calls(("weather", PARIS), ("now", "{}"), ("weather", '{"any": true, "tags": ["a"]}'))],
@@ -866,6 +871,7 @@ def test_plain_text_is_read_within_40_microseconds_per_token() -> None:
         ("<think> </think> <answer> </answer>", (None, "hunyuan_a13b")),
         ("</think> <response> <tool_call>", ("hermes", "ernie45")),
         ("<|tool_list_start|> tools", ("lfm2", None)),
+        ("'List of tools: [' </think>", ("lfm2", "deepseek_r1")),
         ("<function_calls> tools", ("olmo3", None)),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
         ("<|start|>assistant<|channel|>final", ("harmony", "harmony")),
