@@ -8,8 +8,8 @@ from typing import Any
 
 from .parameters import Parameters, Types
 from .parts import Arguments, Call
-from .source import Pieces, Source, Steps, after_space, expect, space
-from .values import encodable, follow_json, string, whole
+from .source import Markers, Pieces, Source, Steps, after_space, before, expect, space
+from .values import dump, encodable, follow_json, string, whole
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's parameters, by the tool's name
 MAX_NAME = 256  # characters; nothing longer is a name
@@ -80,6 +80,17 @@ def stream(pieces: Pieces[bool], calls: Calls) -> Steps[bool]:
         except StopIteration as end:
             return bool(end.value)
         yield None if piece is None else calls.arguments(piece)
+
+
+def stream_text(source: Source, calls: Calls, *ends: str) -> Steps[bool]:
+    """Reads a string argument without quotes, and the first of these ends; emits it as it arrives. Returns False at the text's
+    end."""
+    yield calls.arguments('"')
+    end = yield from before(source, Markers(*ends), lambda text: calls.arguments(dump(text)[1:-1]), spaces="")
+    source.at += len(end)
+    if end:
+        yield calls.arguments('"')
+    return bool(end)
 
 
 def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:

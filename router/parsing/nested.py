@@ -5,9 +5,9 @@ from the tool's schema. A special token stands before each tag. JSON objects are
 import sys
 from typing import Any
 
-from .calls import MAX_NAME, Calls, json_call, usable
+from .calls import MAX_NAME, Calls, json_call, stream_text, usable
 from .parameters import STRING, Parameters
-from .source import Markers, Source, Steps, after_space, before, expect, space, up_to
+from .source import Source, Steps, after_space, expect, space, up_to
 from .values import dump, typed
 
 MARK = "]<]minimax[>["
@@ -73,23 +73,14 @@ class NestedForm:
             return False
         head, parameters = f"{comma}{dump(key)}: ", calls.parameters(name)
         if calls.types(name, key) == STRING:
-            return (yield from _string(source, calls, head, f"{MARK}</{key}>"))
+            yield calls.arguments(head)
+            return (yield from stream_text(source, calls, f"{MARK}</{key}>"))
         node = yield from _node(source, key, 1)
         if node is None:
             source.at = start
             return False
         yield calls.arguments(f"{head}{_json(node, parameters.part(parameters.schema, key), parameters)}")
         return True
-
-
-def _string(source: Source, calls: Calls, head: str, end: str) -> Steps[bool]:
-    """Reads a string, which is emitted as it arrives."""
-    yield calls.arguments(f'{head}"')
-    found = yield from before(source, Markers(end), lambda text: calls.arguments(dump(text)[1:-1]), spaces="")
-    source.at += len(found)
-    if found:
-        yield calls.arguments('"')
-    return bool(found)
 
 
 def _node(source: Source, tag: str, depth: int) -> Steps[Node | None]:

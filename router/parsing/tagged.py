@@ -1,16 +1,20 @@
-"""Tool calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax M2's, DeepSeek V3.2's, Hy 3's.
+"""Tool calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax M2's, DeepSeek V3.2's, Hy 3's and more.
 
 Types come from the tool's schema, or, in DeepSeek V3.2, from the tag.
 """
 
-import json
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from .calls import MAX_NAME, Calls, json_call, usable
-from .parameters import STRING, TYPES, Types
-from .parts import Arguments
-from .source import Markers, Source, Steps, after_space, before, space, up_to
-from .values import dump, typed
+from .calls import MAX_NAME, Calls, json_call, stream, stream_text, usable
+from .lark import Lark, quoted
+from .parameters import KINDS, STRING, TYPES, Parameters, Types
+from .source import Source, Steps, after_space, expect, space, up_to
+from .values import dump, follow_json, typed
+
+CDATA, CDATA_END = "<![CDATA[", "]]>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +33,14 @@ class TaggedForm:
     value_end: str
     end: str
     lines: bool  # a value stands on lines of its own
-    call: str = "<tool_call>"
+    call: str = "<tool_call>"  # "": a call has no other tag than the function's, in which the arguments may also be JSON
     call_end: str = "</tool_call>"
     kinds: tuple[str, str] | None = None
-    within: str = ""  # a token that all these markers contain
+    within: tuple[str, ...] = ()  # tokens that these markers contain
     section: str = ""
     section_end: str = ""
     python: bool = False  # chat templates write null, lists and objects as Python does
+    cdata: bool = False  # a value may stand between CDATA and CDATA_END
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -44,7 +49,7 @@ class TaggedForm:
     @property
     def markers(self) -> tuple[str, ...]:
         name_end = "" if self.function else self.function_end
-        found = (*self.opens, name_end, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, self.within)
+        found = (*self.opens, name_end, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, *self.within)
         return tuple(filter(None, (*found, self.section_end)))
 
     def first(self, source: Source, calls: Calls) -> Steps[bool]:
@@ -71,6 +76,10 @@ class TaggedForm:
         if not usable(name):
             return False
         yield calls.begin(name)
+        if not self.call and (yield from space(source)) == "{":
+            if (yield from stream(follow_json(source), calls)):
+                yield from after_space(source, self.end)
+            return True
         yield calls.arguments("{")
         if (yield from self._arguments(source, calls, name)):
             yield calls.arguments("}")
@@ -129,8 +138,11 @@ class TaggedForm:
                     source.at = start
                     return False
                 types = stated
+            end = self.value_end
+            if self.cdata and (yield from expect(source, CDATA)):
+                end = f"{CDATA_END}{end}"
             yield calls.arguments(f"{opening}{dump(key.strip())}: ")
-            if not (yield from self._string(source, calls) if types == STRING else self._value(source, calls, types)):
+            if not (yield from self._string(source, calls, end) if types == STRING else self._value(source, calls, end, types)):
                 return False
             opening = ", "
         return True
@@ -142,32 +154,53 @@ class TaggedForm:
             return STRING
         return (types - STRING or TYPES) if (yield from after_space(source, other)) else None
 
-    def _string(self, source: Source, calls: Calls) -> Steps[bool]:
+    def _string(self, source: Source, calls: Calls, end: str) -> Steps[bool]:
         """Reads a string, which is emitted as it arrives."""
-        ends = Markers(f"\n{self.value_end}", self.value_end) if self.lines else Markers(self.value_end)
-        if self.lines:
-            yield from _line_end(source)
-        yield calls.arguments('"')
-        end = yield from before(source, ends, lambda text: _escaped(calls, text), spaces="")
-        if not end:
-            return False
-        source.at += len(end)
-        yield calls.arguments('"')
-        return True
+        if not self.lines:
+            return (yield from stream_text(source, calls, end))
+        yield from _line_end(source)
+        return (yield from stream_text(source, calls, f"\n{end}", end))
 
-    def _value(self, source: Source, calls: Calls, types: Types) -> Steps[bool]:
+    def _value(self, source: Source, calls: Calls, end: str, types: Types) -> Steps[bool]:
         """Reads any other value, or one of unknown type, which is emitted when it is complete."""
-        while True:
-            stop = source.text.find(self.value_end, source.at)
-            if stop >= 0:
-                break
-            if source.ended:
-                return False
-            yield None
-        text = source.text[source.at : stop]
-        source.at = stop + len(self.value_end)
+        text = yield from up_to(source, end, sys.maxsize // 2)
+        if text is None:
+            return False
         yield calls.arguments(typed(_inner(text) if self.lines else text, types, self.python))
         return True
+
+
+def stated(lark: Lark, kinds: Mapping[str, str], value_end: str, schema: Any, parameters: Parameters) -> str | None:
+    """The rule of a value behind a statement of its type, and its end; None if the parser would not read exactly the schema's
+    values. kinds: what states each type."""
+    end = lark.text(value_end)
+    types = parameters.types_of(schema)
+    if "string" not in types and len({kinds[kind] for kind in types}) == 1:
+        return f"{lark.text(kinds[min(types)])} {lark.json(schema)} {end}"
+    rules, shared = [], {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
+    for part in parameters.alternatives(schema):
+        if part is None:
+            return None
+        values = parameters.listed(part)
+        lengths = parameters.lengths(part)
+        if values is not None:
+            if not values or any(value_end in value for value in values if isinstance(value, str)):
+                return None
+            for value in values:
+                text = value if isinstance(value, str) else dump(value)
+                rules.append(f"{lark.text(kinds[KINDS[type(value)]])} {quoted(text)} {end}")
+            continue
+        if lengths is not None:
+            written = lark.up_to(value_end) if lengths == (0, None) else lark.bounded([value_end], *lengths)
+            rules.append(f"{lark.text(kinds['string'])} {written}")
+        allowed = part.get("type", sorted(TYPES))
+        others: dict[str, list[str]] = {}
+        for kind in [allowed] if isinstance(allowed, str) else allowed:
+            if kind != "string":
+                others.setdefault(kinds["number" if kind == "integer" else kind], []).append(kind)
+        for statement, group in others.items():
+            rules.append(f"{lark.text(statement)} {lark.json({**part, **shared, 'type': group})} {end}")
+    return f"({' | '.join(rules)})" if rules else None
 
 
 def _inner(text: str) -> str:
@@ -179,7 +212,3 @@ def _line_end(source: Source) -> Steps[None]:
     while source.at == len(source.text) and not source.ended:
         yield None
     source.at += source.text.startswith("\n", source.at)
-
-
-def _escaped(calls: Calls, text: str) -> Arguments:
-    return calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
