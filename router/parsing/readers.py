@@ -62,6 +62,7 @@ REASONING_FORMS = {
     "hunyuan_a13b": ReasoningMarkers(("<think>",), ("</think>",), answer=("<answer>", "</answer>")),
     "ernie45": ReasoningMarkers(("<think>",), ("</think>",), answer=("<response>", "</response>")),
     "hy_v3": ReasoningMarkers(("<think:opensource>",), ("</think:opensource>",)),
+    "hy_v4": ReasoningMarkers(("<think:6124c78e>",), ("</think:6124c78e>",)),
     "minimax_m3": ReasoningMarkers(("<mm:think>",), ("</mm:think>",)),
     "longcat": ReasoningMarkers(("<longcat_think>",), ("</longcat_think>",)),
     "solar_open": ReasoningMarkers(
@@ -86,7 +87,20 @@ def _dsml(token: str, calls: str) -> TaggedForm:
         call=f"<{token}{calls}>",
         call_end=f"</{token}{calls}>",
         kinds=('string="true">', 'string="false">'),
-        within=(token,),
+        within=(token.strip(),),
+    )
+
+
+def _hunyuan(mark: str, function_end: str) -> TaggedForm:
+    """Hunyuan's markup, in which all tags end in a mark."""
+    return TaggedForm(
+        *("", function_end, f"<arg_key{mark}>", f"</arg_key{mark}>", f"<arg_value{mark}>", f"</arg_value{mark}>"),
+        end=f"</tool_call{mark}>",
+        lines=False,
+        call=f"<tool_call{mark}>",
+        call_end=f"</tool_call{mark}>",
+        section=f"<tool_calls{mark}>",
+        section_end=f"</tool_calls{mark}>",
     )
 
 
@@ -132,16 +146,11 @@ FORMS: dict[str, Form] = {
     "minimax_m3": NestedForm(),
     "deepseek_v32": _dsml("｜DSML｜", "function_calls"),
     "deepseek_v4": _dsml("｜DSML｜", "tool_calls"),
+    "deepseek_v41": _dsml("｜DSML｜ ", "calls"),
     "gigachat35": _dsml("｜GCML｜", "tool_calls"),
-    "hy_v3": TaggedForm(
-        *("", "<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>"),
-        *("<arg_value:opensource>", "</arg_value:opensource>", "</tool_call:opensource>"),
-        lines=False,
-        call="<tool_call:opensource>",
-        call_end="</tool_call:opensource>",
-        section="<tool_calls:opensource>",
-        section_end="</tool_calls:opensource>",
-    ),
+    "hy_v3": _hunyuan(":opensource", "<tool_sep:opensource>"),
+    "hy_v3_preview": _hunyuan("", "<tool_sep>"),
+    "hy_v4": _hunyuan(":6124c78e", ""),
     "gigachat3": JsonForm(("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>")),
     "apertus": NamingForm("<|tools_prefix|>", "<|tools_suffix|>"),
     "gemma4": GemmaForm(),
@@ -194,9 +203,12 @@ TOOL_PARSERS = (*FORMS, HARMONY)
 TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("deepseek_v41", ("｜DSML｜", " calls>")),
     ("deepseek_v32", ("｜DSML｜", "function_calls")),
     ("deepseek_v4", ("｜DSML｜", "tool_calls")),
     ("hy_v3", (":opensource", "<tool_sep")),
+    ("hy_v3_preview", ("<tool_sep>", "<arg_key>")),
+    ("hy_v4", (":6124c78e", "<arg_key")),
     ("minimax_m3", ("]<]minimax[>[",)),
     ("kimi_k3", ("call", "<|open|>", "<|sep|>")),
     ("solar_open", ("<|tool_call:args|>",)),
@@ -247,6 +259,7 @@ REASONING_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cohere", ("<|START_THINKING|>",)),
     ("granite", ("Here is my thought process:",)),
     ("hy_v3", (":opensource", "<think")),
+    ("hy_v4", (":6124c78e", "<think")),
     ("minimax_m3", ("<mm:think>",)),
     ("kimi_k3", ("think", "<|open|>", "<|sep|>")),
     ("solar_open", ("<|think|>", "<|begin|>")),

@@ -90,6 +90,8 @@ END_MARKER_TOKENS: dict[str, list[str]] = {
     "deepseek_v32": ["</｜DSML｜parameter>"],
     "deepseek_v4": ["</｜DSML｜parameter>"],
     "hy_v3": ["</arg_value:opensource>"],
+    "hy_v4": ["</arg_value:6124c78e>"],
+    "deepseek_v41": ["</｜DSML｜ parameter>"],
     "functiongemma": ["<escape>"],
     "kimi_k3": ["<|close|>"],
     "solar_open2": ["<|tool_arg:end|>"],
@@ -421,6 +423,16 @@ def test_harmony_call_without_channel_is_allowed_if_the_prompt_ends_with_the_rol
         ),
         ("longcat_json", '<longcat_tool_call>{"name": "pick", "arguments": {"b": true}}</longcat_tool_call>'),
         ("gigachat35", DSML.replace("function_calls", "tool_calls").replace("DSML", "GCML")),
+        ("deepseek_v41", DSML.replace("function_calls", "calls").replace("DSML｜", "DSML｜ ")),
+        (
+            "hy_v4",
+            "<tool_calls:6124c78e>\n<tool_call:6124c78e>pick\n<arg_key:6124c78e>b</arg_key:6124c78e>\n"
+            "<arg_value:6124c78e>true</arg_value:6124c78e>\n</tool_call:6124c78e>\n</tool_calls:6124c78e>",
+        ),
+        (
+            "hy_v3_preview",
+            "<tool_calls>\n<tool_call>pick<tool_sep>\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>\n</tool_calls>",
+        ),
         ("command_r", 'Action:\n```json\n[{"tool_name": "pick", "parameters": {"b": true}}\n]```'),
         ("functionary_v31", '<function=pick>{"b": true}</function>'),
         ("functionary_v32", 'pick\n{"b": true}>>>now\n{}'),

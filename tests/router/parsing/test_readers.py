@@ -247,6 +247,28 @@ CASES: list[tuple[str, str, list[Part]]] = [
         [*calls(("weather", PARIS)), Text("Done.")],
     ),
     (
+        "hy_v3_preview",
+        "So.<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n</tool_calls>",
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "hy_v4",
+        "So.<tool_calls:6124c78e>\n<tool_call:6124c78e>weather\n<arg_key:6124c78e>city</arg_key:6124c78e>\n"
+        "<arg_value:6124c78e>Paris</arg_value:6124c78e>\n<arg_key:6124c78e>days</arg_key:6124c78e>\n"
+        "<arg_value:6124c78e>3</arg_value:6124c78e>\n</tool_call:6124c78e>\n"
+        "<tool_call:6124c78e>now</tool_call:6124c78e></tool_calls:6124c78e>",
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "deepseek_v41",
+        'So.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n'
+        '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n'
+        '<｜DSML｜ parameter name="days" string="false">3</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
+        '<｜DSML｜ invoke name="now">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
         "minimax_m3",
         (
             'So.<tool_call>\n<invoke name="weather"><city>New\n"York" [b></city><days>3</days><tags><item>1</item><item>a b</item>'
@@ -440,6 +462,9 @@ TEXTS_WITHOUT_CALLS: list[tuple[str, str]] = [
     ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜parameter name="city" string="true">'),
     ("deepseek_v4", "<｜DSML｜tool_calls>\n</｜DSML｜tool_calls>"),
     ("hy_v3", "<tool_calls:opensource>\n</tool_calls:opensource>"),
+    ("hy_v3_preview", "<tool_calls>\n<tool_call>weather and more"),
+    ("hy_v4", "<tool_calls:6124c78e>\n<tool_call:6124c78e>weather and more"),
+    ("deepseek_v41", "<｜DSML｜ calls>\n</｜DSML｜ calls>"),
     ("hy_v3", "<tool_calls:opensource>\n<tool_call:opensource>weather and more"),
     ("minimax_m3", "]<]minimax[>[<tool_call>\n]<]minimax[>[</tool_call>"),
     ("minimax_m3", ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="we\nather">'),
@@ -1011,6 +1036,9 @@ def test_plain_text_is_read_within_40_microseconds_per_token() -> None:
         ("<｜DSML｜function_calls> <think>", ("deepseek_v32", "deepseek_r1")),
         ("{% set token = '｜DSML｜' %} '<' + token + 'tool_calls>' <think>", ("deepseek_v4", "deepseek_r1")),
         ("{% set suffix = ':opensource' %} '<think{}>'.format(suffix) '<tool_sep{}>' <tool_call", ("hy_v3", "hy_v3")),
+        ("{% set suffix = ':6124c78e' %} '<think{}>'.format(suffix) '<arg_key{}>' <tool_call", ("hy_v4", "hy_v4")),
+        ("<think> <tool_calls> <tool_call> <tool_sep> <arg_key>", ("hy_v3_preview", "deepseek_r1")),
+        ("'<｜DSML｜ calls>' tool_calls <think>", ("deepseek_v41", "deepseek_r1")),
         ("']<]minimax[>[' '<tool_call>' <mm:think> <response>", ("minimax_m3", "minimax_m3")),
         ("<minimax:tool_call> <think> </think> <response>", ("minimax_m2", "deepseek_r1")),
         ("tools <|function_call|> 'function descriptions'", ("gigachat3", None)),
