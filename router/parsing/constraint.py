@@ -163,6 +163,8 @@ def _around(lark: Lark, parser: str, several: bool) -> str:
             before, between, after = ["Action:\n```json\n["], ",\n", ["\n]```"]
         case "functionary_v32":
             between = functionary.NEXT
+        case "hyperclovax":
+            before, between, after = [" -> tool/function_call\n["], ", ", ["]"]
         case "kimi_k3":
             before, after = [kimi_k3.TOOLS], [kimi_k3.TOOLS_END]
         case "cohere":

@@ -69,6 +69,7 @@ REASONING_FORMS = {
         ("<|think|>",), ("<|end|>",), frames=("<|begin|>assistant", "<|content|>", "<|end|>", "<|calls|>")
     ),
     "solar_open2": ReasoningMarkers(("<|think:start|>",), ("<|think:end|>",)),
+    "hyperclovax": ReasoningMarkers(("/think",), ("<|im_end|>",), frames=("<|im_end|>", "<|im_start|>assistant")),
     "kimi_k3": ReasoningMarkers(
         *(("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",)),
         frames=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
@@ -192,6 +193,7 @@ FORMS: dict[str, Form] = {
     ),
     "kimi_k3": KimiK3Form(),
     "command_r": JsonForm(("Action:\n```json", "Action: ```json", "Action:```json"), "```"),
+    "hyperclovax": JsonForm(("-> tool/function_call",)),
     "functionary_v31": MarkedForm("", "<function=", ">", "</function>", ""),
     "functionary_v32": FunctionaryForm(),
 }
@@ -219,6 +221,7 @@ TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("longcat", ("<longcat_arg_key>",)),
     ("longcat_json", ("<longcat_tool_call>",)),
     ("command_r", ("Action:", "directly-answer")),
+    ("hyperclovax", ("-> tool/function_call",)),
     ("functionary_v31", ("{start_tag}={function_name}",)),
     ("functionary_v32", (">>>all",)),
     ("gigachat35", ("｜GCML｜",)),
@@ -265,6 +268,7 @@ REASONING_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("solar_open", ("<|think|>", "<|begin|>")),
     ("solar_open2", ("<|think:start|>",)),
     ("longcat", ("<longcat_think>",)),
+    ("hyperclovax", ("assistant/think",)),
     ("deepseek_r1", ("<minimax:tool_call>", "</think>")),  # its <response> is a tool's
     ("hunyuan_a13b", ("<think>", "<answer>")),
     ("ernie45", ("</think>", "<response>")),

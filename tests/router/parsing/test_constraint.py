@@ -229,6 +229,9 @@ K3_CALL = (
 SOLAR_CALL = "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>"
 
 
+HYPERCLOVAX_CALL = ' -> tool/function_call\n[{"name": "now", "arguments": {}}]'
+
+
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize(
     ("parser", "prompt", "frames", "call"),
@@ -237,12 +240,13 @@ SOLAR_CALL = "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|
         ("kimi_k3", "<|open|>response<|sep|>", "<|close|>response<|sep|>", K3_CALL),
         ("solar_open", "<|begin|>assistant", "<|think|>Hm<|end|><|begin|>assistant", SOLAR_CALL),
         ("solar_open", "<|think|><|end|><|begin|>assistant", "", SOLAR_CALL),
+        ("hyperclovax", "<|im_start|>assistant", "/think\nHm<|im_end|>\n<|im_start|>assistant", HYPERCLOVAX_CALL),
     ],
 )
 def test_tokens_around_the_parts_of_an_answer_are_allowed_before_a_call(
     parser: str, special: bool, prompt: str, frames: str, call: str
 ) -> None:
-    model = ConstrainedModel([*markers(parser, parser)] if special else [])
+    model = ConstrainedModel([marker for marker in markers(parser, parser) if special and marker[0] == "<"])
     tool = {"type": "function", "function": {"name": "now", "parameters": {"properties": {"a": {"pattern": "x"}}}}}
     source = constraint(parser, [tool], None, True, reasoning=parser, prompt=prompt, special=model.special.get).source
     assert model.accepts(source, f"{frames}{call}")
@@ -434,6 +438,7 @@ def test_harmony_call_without_channel_is_allowed_if_the_prompt_ends_with_the_rol
             "<tool_calls>\n<tool_call>pick<tool_sep>\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>\n</tool_calls>",
         ),
         ("command_r", 'Action:\n```json\n[{"tool_name": "pick", "parameters": {"b": true}}\n]```'),
+        ("hyperclovax", ' -> tool/function_call\n[{"name": "pick", "arguments": {"b": true}}, {"name": "now", "arguments": {}}]'),
         ("functionary_v31", '<function=pick>{"b": true}</function>'),
         ("functionary_v32", 'pick\n{"b": true}>>>now\n{}'),
         (
