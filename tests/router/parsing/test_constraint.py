@@ -227,8 +227,6 @@ K3_CALL = (
     "<|close|>call<|sep|><|close|>tools<|sep|>"
 )
 SOLAR_CALL = "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>"
-
-
 HYPERCLOVAX_CALL = ' -> tool/function_call\n[{"name": "now", "arguments": {}}]'
 
 

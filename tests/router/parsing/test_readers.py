@@ -180,7 +180,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
     (
         "lfm2",
         "<|tool_call_start|>[weather(city='New\nYork', tags=['a',\n'b'])]",
-        calls(("weather", '{"city": "New\\nYork", "tags": [1]}')),
+        calls(("weather", '{"city": "New\\nYork", "tags": ["a", "b"]}')),
     ),
     (
         "olmo3",
