@@ -10,10 +10,12 @@ TOOL_CALL_PARSERS = (
     *(AUTO, NONE, "hermes", "llama3_json", "json", "granite", "jamba", "internlm", "phi4_mini_json", "mistral", "mistral_args"),
     *("cohere", "nemotron_json", "pythonic", "lfm2", "olmo3", "deepseek_v3", "deepseek_v31", "kimi_k2", "qwen3_coder", "glm45"),
     *("seed_oss", "minimax_m2", "minimax_m3", "deepseek_v32", "deepseek_v4", "hy_v3", "gigachat3", "apertus", "gemma4", "harmony"),
+    *("kimi_k3", "solar_open", "solar_open2", "minicpm5", "step3", "functiongemma", "longcat", "longcat_json", "gigachat35"),
+    *("command_r", "functionary_v31", "functionary_v32", "hy_v3_preview", "hy_v4", "deepseek_v41", "hyperclovax"),
 )
 REASONING_PARSERS = (
     *(AUTO, NONE, "deepseek_r1", "qwen3", "glm45", "kimi_k2", "mistral", "granite", "seed_oss", "cohere", "gemma4", "harmony"),
-    *("hunyuan_a13b", "ernie45", "hy_v3", "minimax_m3"),
+    *("hunyuan_a13b", "ernie45", "hy_v3", "minimax_m3", "kimi_k3", "solar_open", "solar_open2", "longcat", "hy_v4", "hyperclovax"),
 )
 BACKLOG = 1024  # connections that wait to be accepted
 USUAL_BATCH = 1024  # sequences that run at once where only requests in flight are limited: each needs memory for its logits

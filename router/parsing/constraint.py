@@ -11,14 +11,15 @@ from typing import Any
 
 from ..grammar import objects, too_large, within
 from ..request import Grammar, Refused
-from . import gemma, harmony, nested
+from . import functionary, gemma, harmony, kimi_k3, nested
 from .calls import MAX_NAME
+from .gemma import GemmaForm
 from .lark import MOST_KEYWORDS, Lark, Special, quoted
 from .marked import MarkedForm
 from .parameters import TYPES, Parameters
 from .pythonic import KEY, PythonicForm
 from .readers import FORMS, HARMONY, MISTRAL_ARGS, REASONING_FORMS
-from .tagged import TaggedForm
+from .tagged import CDATA, CDATA_END, TaggedForm, stated
 from .values import dump, typed
 
 Json = Mapping[str, Any]
@@ -40,11 +41,16 @@ AROUND: dict[str, tuple[Sequence[str], str, Sequence[str]]] = {
     "apertus": (["<|tools_prefix|>", "["], ", ", ["]", "<|tools_suffix|>"]),
     "minimax_m3": ([nested.MARK, "<tool_call>", "\n"], "\n", ["\n", nested.MARK, "</tool_call>"]),
     "gigachat3": ([GIGACHAT], ", ", []),
+    "command_r": (["Action:\n```json\n["], ",\n", ["\n]```"]),
+    "functionary_v32": ([], functionary.NEXT, []),
+    "hyperclovax": ([" -> tool/function_call\n["], ", ", ["]"]),
+    "kimi_k3": ([kimi_k3.TOOLS], "", [kimi_k3.TOOLS_END]),
 }
 # ... and before and after each call, where each has its own markers.
 EACH = {
-    "hermes": (["<tool_call>", "\n"], ["\n", "</tool_call>"]),
-    "internlm": (["<|action_start|>", "<|plugin|>", "\n"], ["<|action_end|>"]),
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "longcat_json": ("<longcat_tool_call>", "</longcat_tool_call>"),
+    "internlm": ("<|action_start|><|plugin|>", "<|action_end|>"),
 }
 
 
@@ -68,7 +74,7 @@ def constraint(
     """
     parser = HARMONY if reasoning == HARMONY else parser
     form = FORMS.get(parser)
-    lark = Lark(special, within=form.within if isinstance(form, TaggedForm) else "")
+    lark = Lark(special, within=form.within if isinstance(form, TaggedForm) else ())
     header = parser == HARMONY and bool(harmony.begun(prompt))
     try:
         calls = [_call(lark, parser, name, schema, header) for name, schema in schemas.items()]
@@ -136,45 +142,51 @@ def _call(lark: Lark, parser: str, name: str, schema: Json, header: bool) -> str
         return lark.new(_marked(lark, parser, form, name, schema))
     if isinstance(form, TaggedForm):
         return lark.new(_tagged(lark, form, name, schema))
-    if parser == "gemma4":
-        return lark.new(gemma.call(lark, name, schema))
+    if isinstance(form, GemmaForm):
+        return lark.new(gemma.call(lark, form, name, schema))
+    if parser == "kimi_k3":
+        return lark.new(kimi_k3.call(lark, name, schema))
+    if parser == "functionary_v32":
+        return lark.new(f"{lark.text(f'{name}{chr(10)}')} {lark.json(schema)}")
     if isinstance(form, PythonicForm):
         return lark.new(f"{lark.text(f'{name}(')} {_keywords(lark, schema)} {lark.text(')')}")
     if parser == MISTRAL_ARGS:
         return lark.new(f"{lark.text('[TOOL_CALLS]', name, '[ARGS]')} {lark.json(schema)}")
     if parser == "apertus":
         return lark.new(f"{lark.text(f'{{{quoted(name)}: ')} {lark.json(schema)} {lark.text('}')}")
-    key = "parameters" if parser in ("llama3_json", "internlm", "cohere") else "arguments"
-    named = '"tool_call_id": "0", "tool_name"' if parser == "cohere" else '"name"'
+    key = "parameters" if parser in ("llama3_json", "internlm", "cohere", "command_r") else "arguments"
+    named = {"cohere": '"tool_call_id": "0", "tool_name"', "command_r": '"tool_name"'}.get(parser, '"name"')
     head = f'{{{named}: {quoted(name)}, "{key}": '
     return lark.new(f"{lark.text(head)} {lark.json(schema)} {lark.text('}')}")
 
 
 def _around(lark: Lark, parser: str, several: bool) -> str:
     """The rule of one or several calls, with the text before, between and after them."""
-    form, one = FORMS.get(parser), "call"
-    before, between, after = AROUND.get(parser, ((), "", ()))
-    if parser in EACH:
+    form = FORMS.get(parser)
+    if parser in EACH:  # on lines of their own or not, as the model was trained
         begin, end = EACH[parser]
-        one, between = f"{lark.text(*begin)} call {lark.text(*end)}", "\n"
-    elif parser == "gigachat3" and not lark.is_token(GIGACHAT):  # an older model, whose calls are messages of a role of their own
-        before = ("<|message_sep|>", "\n\nfunction call", "<|role_sep|>", "\n")
+        one = f"{lark.text(begin)} {lark.line} call {lark.line} {lark.text(end)}"
+        return f"{one} ({lark.line} {one})*" if several else one
+    if isinstance(form, TaggedForm):
+        first, last = (form.section, form.section_end) if form.kinds is None else (form.call, form.call_end)
+        more = f"({lark.line} call)*" if several else ""
+        return f"{lark.text(first)} {lark.line} call {more} {lark.line} {lark.text(last)}" if first else f"call {more}"
+    before, between, after = AROUND.get(parser, ((), "", ()))
     if isinstance(form, MarkedForm):
         before, after = [form.section], [form.section_end]
-    elif isinstance(form, TaggedForm):
-        between = "\n"
-        if form.kinds is not None:  # all calls in one tag
-            before, after = [form.call, "\n"], ["\n", form.call_end]
-        elif form.section:
-            before, after = [form.section, "\n"], ["\n", form.section_end]
-    more = f"({lark.text(between)} {one})*" if several else ""
-    return f"{lark.text(*before)} {one} {more} {lark.text(*after)}"
+    elif parser == "gigachat3" and not lark.is_token(GIGACHAT):  # an older model, whose calls are messages of a role of their own
+        before = ["<|message_sep|>", "\n\nfunction call", "<|role_sep|>", "\n"]
+    more = f"({lark.text(between)} call)*" if several else ""
+    return f"{lark.text(*before)} call {more} {lark.text(*after)}"
 
 
 def _marked(lark: Lark, parser: str, form: MarkedForm, name: str, schema: Json) -> str:
     arguments = lark.json(schema)
     if parser == "kimi_k2":
         head = f"{lark.text(form.call, f'functions.{name}:')} /[0-9]{{1,3}}/ {lark.text(form.separator)}"
+        return f"{head} {arguments} {lark.text(form.end)}"
+    if form.name:
+        head = f"{lark.text(form.call)} /[a-z0-9]{{10}}/ {lark.text(form.name, name, form.separator)}"
         return f"{head} {arguments} {lark.text(form.end)}"
     if parser == "deepseek_v3":
         head = lark.text(form.call, "function", form.separator, f"{name}\n```json\n")
@@ -183,20 +195,18 @@ def _marked(lark: Lark, parser: str, form: MarkedForm, name: str, schema: Json) 
 
 
 def _tagged(lark: Lark, form: TaggedForm, name: str, schema: Json) -> str:
-    """A call in tags or, where these cannot express exactly what the schema allows, in Hermes's form: the form's parser reads
-    both."""
+    """A call in tags or, where these cannot express exactly what the schema allows, with JSON: the form's parser reads both. Line
+    ends between tags are left to the model: templates of one family differ in them."""
     arguments = _in_tags(lark, form, Parameters(schema))
-    if form.kinds is not None and arguments is not None:
-        return f"{lark.text(form.function, name, form.function_end, chr(10))} {arguments} {lark.text(form.end)}"
-    if form.kinds is not None:
-        head = f'{{"name": {quoted(name)}, "arguments": '
-        return f"{lark.text(head)} {lark.json(schema)} {lark.text('}')}"
+    function = lark.text(form.function, name, form.function_end)
+    call, call_end = (lark.text(form.call), lark.text(form.call_end)) if form.kinds is None else ("", "")
+    if arguments is None and form.call:  # as Hermes writes it
+        head = lark.text(f'{{"name": {quoted(name)}, "arguments": ')
+        return f"{call} {lark.line} {head} {lark.json(schema)} {lark.text('}')} {lark.line} {call_end}"
     if arguments is None:
-        head = lark.text(form.call, f'\n{{"name": {quoted(name)}, "arguments": ')
-        return f"{head} {lark.json(schema)} {lark.text(f'}}{chr(10)}', form.call_end)}"
-    head = lark.text(form.call, "\n" if form.function else "", form.function, name, form.function_end, "\n")
-    ends = [form.end] if form.end == form.call_end else [form.end, "\n", form.call_end]
-    return f"{head} {arguments} {lark.text(*ends)}"
+        return f"{function} {lark.json(schema)} {lark.text(form.end)}"
+    head = f"{call} {lark.line if call and form.function else ''} {function} {lark.line}"
+    return f"{head} {arguments} {lark.text(form.end)} {'' if form.end == form.call_end else f'{lark.line} {call_end}'}"
 
 
 def _in_tags(lark: Lark, form: TaggedForm, parameters: Parameters) -> str | None:
@@ -204,11 +214,16 @@ def _in_tags(lark: Lark, form: TaggedForm, parameters: Parameters) -> str | None
     rules = []
     plain = parameters.plain
     for key, (schema, required) in () if plain is None else plain.items():
-        value = (_bare if form.kinds is None else _of_kind)(lark, form, schema, parameters)
+        if form.kinds is None:
+            value = _bare(lark, form, schema, parameters)
+        else:
+            value = stated(lark, {kind: f" {form.kinds[kind != 'string']}" for kind in TYPES}, form.value_end, schema, parameters)
         if value is None or key != key.strip() or form.key_end in key or len(key) > MAX_NAME:
             return None
-        head = lark.text(form.key, key, form.key_end, "\n" if form.value else "", form.value, "\n" if form.lines else "")
-        argument = f"{head} {value} {lark.text(chr(10))}"
+        head = lark.text(form.key, key, form.key_end)
+        if form.value:
+            head = f"{head} {lark.line} {lark.text(form.value)}"
+        argument = f"{head} {lark.text(chr(10)) if form.lines else ''} {value} {lark.line}"
         rules.append(argument if required else f"({argument})?")
     return None if plain is None else " ".join(rules)
 
@@ -224,45 +239,17 @@ def _bare(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> 
     if listed is not None:
         texts = [value if isinstance(value, str) else dump(value) for value in listed]
         read = [
-            form.value_end not in text and typed(text, types, form.python) == dump(value)
+            form.value_end not in text and not text.startswith(CDATA) and typed(text, types, form.python) == dump(value)
             for text, value in zip(texts, listed, strict=True)
         ]
         return f"({' | '.join(map(quoted, texts))}) {end}" if texts and all(read) else None
     lengths = parameters.lengths(schema)
     if lengths is None or types & {"array", "object"}:
         return None
+    if form.cdata:
+        marked = f"{lark.text(CDATA)} {lark.bounded([f'{CDATA_END}{form.value_end}'], *lengths)}"
+        return f"({lark.bounded(ends, *lengths, unlike=CDATA)} | {marked})"
     return lark.up_to(form.value_end) if lengths == (0, None) else lark.bounded(ends, *lengths)
-
-
-def _of_kind(lark: Lark, form: TaggedForm, schema: Any, parameters: Parameters) -> str | None:
-    """As `_bare`, where the tag says whether a value is a string."""
-    assert form.kinds is not None
-    string, other = (lark.text(f" {kind}") for kind in form.kinds)
-    end = lark.text(form.value_end)
-    types = parameters.types_of(schema)
-    if "string" not in types:
-        return f"{other} {lark.json(schema)} {end}"
-    rules, shared = [], {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
-    for part in parameters.alternatives(schema):
-        if part is None:
-            return None
-        values = parameters.listed(part)
-        lengths = parameters.lengths(part)
-        if values is not None:
-            if not values or any(form.value_end in value for value in values if isinstance(value, str)):
-                return None
-            for value in values:
-                text = isinstance(value, str)
-                rules.append(f"{string if text else other} {quoted(value if text else dump(value))} {end}")
-            continue
-        if lengths is not None:
-            written = lark.up_to(form.value_end) if lengths == (0, None) else lark.bounded([form.value_end], *lengths)
-            rules.append(f"{string} {written}")
-        kinds = part.get("type", sorted(TYPES))
-        others = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "string"]
-        if others:
-            rules.append(f"{other} {lark.json({**part, **shared, 'type': others})} {end}")
-    return f"({' | '.join(rules)})" if rules else None
 
 
 def _keywords(lark: Lark, schema: Json) -> str:
@@ -290,4 +277,5 @@ def _thinking(lark: Lark, parser: str, reasoning: str | None, prompt: str, conti
     if continued.strip() and not begun:
         return ""  # an answer that has begun is not followed by reasoning
     thinking = f"{lark.up_to(markers.closes[0])} /[ \\n]{{0,4}}/"
-    return thinking if begun else f"({lark.text(markers.opens[0])} {thinking})?"
+    frames = f"({' | '.join(map(lark.text, markers.frames))}){{0,2}}" if markers.frames else ""
+    return f"{thinking if begun else f'({lark.text(markers.opens[0])} {thinking})?'} {frames}"

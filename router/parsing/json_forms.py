@@ -9,7 +9,6 @@ from .source import Source, Steps, after_space, expect, space, up_to
 from .values import follow_json
 
 MISTRAL = "[TOOL_CALLS]"
-TOKEN = re.compile(r"<\|.*?\|>|(?:(?!<\|).)+")  # some models begin a call with two special tokens
 MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -23,8 +22,7 @@ class JsonForm:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        opens = [token for marker in self.opens for token in TOKEN.findall(marker)]
-        return (*opens, self.close) if self.close else tuple(opens)
+        return (*self.opens, self.close) if self.close else self.opens
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
         found = yield from _objects(source, calls, strict=not marker)

@@ -12,6 +12,7 @@ from ..request import Refused
 
 Special = Callable[[str], int | None]  # the id of a text that is one token wherever it stands
 TOKEN_NAME = re.compile(r"<[^<>\s]+>")  # as llguidance spells tokens
+TOKEN = re.compile(r"<\|[^<>]*?\|>|<｜[^<>]*?｜>")  # how most special tokens look, which may be part of longer markers
 MOST_KEYWORDS = 32  # of a call whose arguments' order and presence a grammar spells out: rules for half of their square
 # no whitespace in which the model could ramble
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -20,10 +21,11 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 class Lark:
     """The rules of a grammar under construction, each with a unique name."""
 
-    def __init__(self, special: Special, field: str = "tools", within: str = "") -> None:
-        """special: see `constraint`; field: the request's field to blame; within: a token that may be part of longer texts."""
+    def __init__(self, special: Special, field: str = "tools", within: Sequence[str] = ()) -> None:
+        """special: see `constraint`; field: the request's field to blame; within: tokens beside TOKEN that may be part of longer
+        texts."""
         self._special = special
-        self._within = within if within and special(within) is not None else ""
+        self._tokens = re.compile(f"({'|'.join([TOKEN.pattern, *map(re.escape, within)])})")
         self._field = field
         self._rules: list[str] = []
         self._size = 0  # characters of all rules
@@ -54,14 +56,26 @@ class Lark:
         pieces = chain.from_iterable(map(self._pieces, texts))
         return " ".join(map(self._one, filter(None, pieces)))
 
+    @property
+    def line(self) -> str:
+        """A line end, or nothing."""
+        return f"({self.text(chr(10))})?"
+
     def is_token(self, text: str) -> bool:
         """Whether the text is one token wherever it stands."""
         return self._special(text) is not None
 
-    def _pieces(self, text: str) -> Sequence[str]:
-        """The text split around the token within it."""
-        before, token, after = text.partition(self._within) if self._within else (text, "", "")
-        return before, token, after
+    def _pieces(self, text: str) -> list[str]:
+        """The text split around the tokens within it, which are every second piece."""
+        if self.is_token(text):
+            return ["", text, ""]
+        found = [""]
+        for index, piece in enumerate(self._tokens.split(text)):
+            if index % 2 and self.is_token(piece):
+                found += [piece, ""]
+            else:
+                found[-1] += piece
+        return found
 
     def _one(self, text: str) -> str:
         id = self._special(text)
@@ -71,25 +85,23 @@ class Lark:
 
     def up_to(self, text: str) -> str:
         """Anything up to the first such text, including that text."""
-        if self._special(text) is not None:
-            return f"{self.new('/(?s:.*)/')} {self.text(text)}"
-        before, *token = self._pieces(text)
-        if any(token):
-            return f"{self.new(f'/(?s:.*){plainly(before)}/')} {self.text(*token)}"
+        before, *rest = self._pieces(text)
+        if rest:
+            return f"{self.new(f'/(?s:.*){plainly(before)}/')} {self.text(*rest)}"
         return self.new("/(?s:.*)/", f"[suffix={quoted(text)}]")
 
-    def bounded(self, ends: Sequence[str], least: int, most: int | None) -> str:
+    def bounded(self, ends: Sequence[str], least: int, most: int | None, unlike: str = "") -> str:
         """A number of characters, and the end texts, the last of which may not occur in them. It is one regular expression, unless
-        the last is a token: as a literal of its own it would only be expected after most of it had been taken for characters."""
+        the last is a token: as a literal of its own it would only be expected after most of it had been taken for characters.
+        unlike: how they may not begin."""
         last, anything = ends[-1], "/(?s:.*)/"
         text = f"/(?s:.{{{least},{'' if most is None else most}}})/ & ~({anything} {quoted(last)} {anything})"
-        name = f"T{len(self._rules)}"
-        if self._special(last) is not None:
-            return f"{self.rule(name, text)} {self.text(*ends)}"
-        before, *token = self._pieces(last)
-        if any(token):
-            return f"{self.rule(name, f'({text}) {quoted(before)}')} {self.text(*token)}"
-        return self.rule(name, f"({text}) {quoted(''.join(ends))}")
+        if unlike:
+            text = f"{text} & ~({quoted(unlike)} {anything})"
+        before, *rest = self._pieces(last)
+        end = "".join([*ends[:-1], before])
+        name = self.rule(f"T{len(self._rules)}", f"({text}) {quoted(end)}" if end else text)
+        return f"{name} {self.text(*rest)}"
 
     def json(self, schema: Any) -> str:
         """A JSON value that is valid under the schema."""

@@ -5,14 +5,16 @@ To add a family: a line in REASONING_FORMS or FORMS, if it uses an existing form
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 from ..config import AUTO, NONE
 from . import harmony
 from .calls import Calls, Schemas, mistral_id, openai_id
+from .functionary import FunctionaryForm
 from .gemma import GemmaForm
 from .json_forms import JsonForm, MistralForm, NamingForm
+from .kimi_k3 import KimiK3Form
+from .lark import TOKEN
 from .marked import MarkedForm
 from .nested import NestedForm
 from .parts import Part, Reader, Text
@@ -61,19 +63,49 @@ REASONING_FORMS = {
     "hunyuan_a13b": ReasoningMarkers(("<think>",), ("</think>",), answer=("<answer>", "</answer>")),
     "ernie45": ReasoningMarkers(("<think>",), ("</think>",), answer=("<response>", "</response>")),
     "hy_v3": ReasoningMarkers(("<think:opensource>",), ("</think:opensource>",)),
+    "hy_v4": ReasoningMarkers(("<think:6124c78e>",), ("</think:6124c78e>",)),
     "minimax_m3": ReasoningMarkers(("<mm:think>",), ("</mm:think>",)),
+    "longcat": ReasoningMarkers(("<longcat_think>",), ("</longcat_think>",)),
+    "solar_open": ReasoningMarkers(
+        ("<|think|>",), ("<|end|>",), frames=("<|begin|>assistant", "<|content|>", "<|end|>", "<|calls|>")
+    ),
+    "solar_open2": ReasoningMarkers(("<|think:start|>",), ("<|think:end|>",)),
+    "hyperclovax": ReasoningMarkers(("/think",), ("<|im_end|>",), frames=("<|im_end|>", "<|im_start|>assistant")),
+    "kimi_k3": ReasoningMarkers(
+        *(("<|open|>think<|sep|>",), ("<|close|>think<|sep|>",)),
+        frames=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
 }
 DEEPSEEK = MarkedForm(
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 )
-DSML = TaggedForm(
-    *('<｜DSML｜invoke name="', '">', '<｜DSML｜parameter name="', '"', "", "</｜DSML｜parameter>", "</｜DSML｜invoke>"),
-    lines=False,
-    call="<｜DSML｜function_calls>",
-    call_end="</｜DSML｜function_calls>",
-    kinds=('string="true">', 'string="false">'),
-    within="｜DSML｜",
-)
+
+
+def _dsml(token: str, calls: str) -> TaggedForm:
+    """DeepSeek's markup, or one like it: a token in all tags, and the tag of all calls."""
+    return TaggedForm(
+        *(f'<{token}invoke name="', '">', f'<{token}parameter name="', '"', "", f"</{token}parameter>", f"</{token}invoke>"),
+        lines=False,
+        call=f"<{token}{calls}>",
+        call_end=f"</{token}{calls}>",
+        kinds=('string="true">', 'string="false">'),
+        within=(token.strip(),),
+    )
+
+
+def _hunyuan(mark: str, function_end: str) -> TaggedForm:
+    """Hunyuan's markup, in which all tags end in a mark."""
+    return TaggedForm(
+        *("", function_end, f"<arg_key{mark}>", f"</arg_key{mark}>", f"<arg_value{mark}>", f"</arg_value{mark}>"),
+        end=f"</tool_call{mark}>",
+        lines=False,
+        call=f"<tool_call{mark}>",
+        call_end=f"</tool_call{mark}>",
+        section=f"<tool_calls{mark}>",
+        section_end=f"</tool_calls{mark}>",
+    )
+
+
 MISTRAL_ARGS = "mistral_args"  # reads the same as "mistral"; when forced, newer models write names outside of the JSON
 FORMS: dict[str, Form] = {
     "hermes": JsonForm(("<tool_call>",), "</tool_call>"),
@@ -114,21 +146,57 @@ FORMS: dict[str, Form] = {
         call_end="</minimax:tool_call>",
     ),
     "minimax_m3": NestedForm(),
-    "deepseek_v32": DSML,
-    "deepseek_v4": replace(DSML, call="<｜DSML｜tool_calls>", call_end="</｜DSML｜tool_calls>"),
-    "hy_v3": TaggedForm(
-        *("", "<tool_sep:opensource>", "<arg_key:opensource>", "</arg_key:opensource>"),
-        *("<arg_value:opensource>", "</arg_value:opensource>", "</tool_call:opensource>"),
-        lines=False,
-        call="<tool_call:opensource>",
-        call_end="</tool_call:opensource>",
-        section="<tool_calls:opensource>",
-        section_end="</tool_calls:opensource>",
-    ),
+    "deepseek_v32": _dsml("｜DSML｜", "function_calls"),
+    "deepseek_v4": _dsml("｜DSML｜", "tool_calls"),
+    "deepseek_v41": _dsml("｜DSML｜ ", "calls"),
+    "gigachat35": _dsml("｜GCML｜", "tool_calls"),
+    "hy_v3": _hunyuan(":opensource", "<tool_sep:opensource>"),
+    "hy_v3_preview": _hunyuan("", "<tool_sep>"),
+    "hy_v4": _hunyuan(":6124c78e", ""),
     "gigachat3": JsonForm(("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>")),
     "apertus": NamingForm("<|tools_prefix|>", "<|tools_suffix|>"),
     "gemma4": GemmaForm(),
+    "functiongemma": GemmaForm("<start_function_call>", "<end_function_call>", "<escape>"),
     "glm45": TaggedForm("", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>", lines=False),
+    "longcat": TaggedForm(
+        *("", "", "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>", "</longcat_tool_call>"),
+        lines=False,
+        call="<longcat_tool_call>",
+        call_end="</longcat_tool_call>",
+    ),
+    "longcat_json": JsonForm(("<longcat_tool_call>",), "</longcat_tool_call>"),
+    "minicpm5": TaggedForm(
+        *('<function name="', '">', '<param name="', '">', "", "</param>", "</function>"),
+        lines=False,
+        call="",
+        call_end="",
+        within=("<function", "<param", "</param>"),
+        python=True,
+        cdata=True,
+    ),
+    "step3": TaggedForm(
+        *('<steptml:invoke name="', '">', '<steptml:parameter name="', '">', "", "</steptml:parameter>", "</steptml:invoke>"),
+        lines=False,
+        call="<｜tool_call_begin｜>function<｜tool_sep｜>",
+        call_end="<｜tool_call_end｜>",
+        section="<｜tool_calls_begin｜>",
+        section_end="<｜tool_calls_end｜>",
+    ),
+    "solar_open": MarkedForm(
+        *("<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>"),
+        name="<|tool_call:name|>",
+    ),
+    "solar_open2": TaggedForm(
+        *("", "", "<|tool_arg:start|>", "<|tool_arg:value|>", "", "<|tool_arg:end|>", "<|tool_call:end|>"),
+        lines=False,
+        call="<|tool_call:start|>",
+        call_end="<|tool_call:end|>",
+    ),
+    "kimi_k3": KimiK3Form(),
+    "command_r": JsonForm(("Action:\n```json", "Action: ```json", "Action:```json"), "```"),
+    "hyperclovax": JsonForm(("-> tool/function_call",)),
+    "functionary_v31": MarkedForm("", "<function=", ">", "</function>", ""),
+    "functionary_v32": FunctionaryForm(),
 }
 HARMONY = "harmony"  # parses both, since channels are not divided into reasoning and calls
 REASONING_PARSERS = (*REASONING_FORMS, HARMONY)
@@ -138,10 +206,26 @@ TOOL_PARSERS = (*FORMS, HARMONY)
 TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HARMONY, ("<|channel|>", "<|start|>")),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
+    ("deepseek_v41", ("｜DSML｜", " calls>")),
     ("deepseek_v32", ("｜DSML｜", "function_calls")),
     ("deepseek_v4", ("｜DSML｜", "tool_calls")),
     ("hy_v3", (":opensource", "<tool_sep")),
+    ("hy_v3_preview", ("<tool_sep>", "<arg_key>")),
+    ("hy_v4", (":6124c78e", "<arg_key")),
     ("minimax_m3", ("]<]minimax[>[",)),
+    ("kimi_k3", ("call", "<|open|>", "<|sep|>")),
+    ("solar_open", ("<|tool_call:args|>",)),
+    ("solar_open2", ("<|tool_arg:value|>",)),
+    ("minicpm5", ('<function name="', '<param name="')),
+    ("step3", ("<steptml:invoke",)),
+    ("functiongemma", ("<start_function_call>",)),
+    ("longcat", ("<longcat_arg_key>",)),
+    ("longcat_json", ("<longcat_tool_call>",)),
+    ("command_r", ("Action:", "directly-answer")),
+    ("hyperclovax", ("-> tool/function_call",)),
+    ("functionary_v31", ("{start_tag}={function_name}",)),
+    ("functionary_v32", (">>>all",)),
+    ("gigachat35", ("｜GCML｜",)),
     ("gigachat3", ("<|function_call|>", "function descriptions")),
     ("gigachat3", ("'function call'", "<|role_sep|>")),
     ("apertus", ("<|tools_prefix|>",)),
@@ -151,6 +235,7 @@ TOOL_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("nemotron_json", ("<TOOLCALL>",)),
     ("lfm2", ("<|tool_call_start|>",)),
     ("lfm2", ("<|tool_list_start|>",)),
+    ("lfm2", ("List of tools: [",)),
     ("olmo3", ("<function_calls>",)),
     ("kimi_k2", ("<|tool_call_argument_begin|>",)),
     ("deepseek_v3", ("<｜tool▁call▁begin｜>", "```json")),
@@ -178,7 +263,13 @@ REASONING_HINTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cohere", ("<|START_THINKING|>",)),
     ("granite", ("Here is my thought process:",)),
     ("hy_v3", (":opensource", "<think")),
+    ("hy_v4", (":6124c78e", "<think")),
     ("minimax_m3", ("<mm:think>",)),
+    ("kimi_k3", ("think", "<|open|>", "<|sep|>")),
+    ("solar_open", ("<|think|>", "<|begin|>")),
+    ("solar_open2", ("<|think:start|>",)),
+    ("longcat", ("<longcat_think>",)),
+    ("hyperclovax", ("assistant/think",)),
     ("deepseek_r1", ("<minimax:tool_call>", "</think>")),  # its <response> is a tool's
     ("hunyuan_a13b", ("<think>", "<answer>")),
     ("ernie45", ("</think>", "<response>")),
@@ -234,7 +325,7 @@ def markers(reasoning: str | None, tools: str | None) -> tuple[str, ...]:
     if HARMONY in (reasoning, tools):
         return harmony.MARKERS
     found = [*(REASONING_FORMS[reasoning].markers if reasoning else ()), *(FORMS[tools].markers if tools else ())]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(token for marker in found for token in TOKEN.findall(marker) or [marker]))
 
 
 def reasoning_markers(reasoning: str, prompt: str, continued: str) -> tuple[str, str] | None:
@@ -254,8 +345,7 @@ def _answer(
         if thoughts is not None:
             yield from thoughts.read(source, prompt, continued)
             end = yield from thoughts.unwrap(source, continued)
-        if form is not None or end:
-            yield from _text_and_calls(source, form, calls, end)
+        yield from _text_and_calls(source, form, calls, end, () if thoughts is None else thoughts.frames)
         while not source.ended or source.at < len(source.text):
             if source.at < len(source.text):
                 yield Text(source.text[source.at :])
@@ -267,16 +357,16 @@ def _answer(
     return read
 
 
-def _text_and_calls(source: Source, form: Form | None, calls: Calls, end: str) -> Steps[None]:
+def _text_and_calls(source: Source, form: Form | None, calls: Calls, end: str, frames: tuple[str, ...]) -> Steps[None]:
     """Reads content and calls. Whitespace next to a call belongs to it. end: a marker that is left out once, with the whitespace
-    next to it."""
+    next to it; frames: markers that always are."""
     start = source.at
     if form is not None and form.bare and (yield from form.read(source, calls, "")):
         yield from space(source)
     else:
         source.at = start
     opens = form.opens if form is not None else ()
-    while markers := (*opens, end) if end else opens:
+    while markers := (*opens, *frames, *filter(None, [end])):
         marker = yield from before(source, Markers(*markers), Text)
         if not marker:
             return
@@ -287,7 +377,7 @@ def _text_and_calls(source: Source, form: Form | None, calls: Calls, end: str) -
         if marker == end:
             yield from space(source)
             end = ""
-        elif form is not None and (yield from form.read(source, calls, marker)):
+        elif marker in frames or (form is not None and (yield from form.read(source, calls, marker))):
             yield from space(source)
         else:
             source.at = stop

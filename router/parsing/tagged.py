@@ -1,15 +1,19 @@
-"""Tool calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax M2's, DeepSeek V3.2's, Hy 3's.
+"""Tool calls whose arguments stand in tags, without quotes: Qwen3-Coder's, GLM's, MiniMax M2's, DeepSeek V3.2's, Hy 3's and more.
 
 Types come from the tool's schema, or, in DeepSeek V3.2, from the tag.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from .calls import MAX_NAME, Calls, json_call, stream, usable
-from .parameters import STRING, TYPES, Types
+from .lark import Lark, quoted
+from .parameters import KINDS, STRING, TYPES, Parameters, Types
 from .source import Markers, Source, Steps, after_space, expect, space, up_to
-from .values import dump, string_before, typed
+from .values import dump, follow_json, string_before, typed
+
+CDATA, CDATA_END = "<![CDATA[", "]]>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +32,14 @@ class TaggedForm:
     value_end: str
     end: str
     lines: bool  # a value stands on lines of its own
-    call: str = "<tool_call>"
+    call: str = "<tool_call>"  # "": a call has no other tag than the function's, in which the arguments may also be JSON
     call_end: str = "</tool_call>"
     kinds: tuple[str, str] | None = None
-    within: str = ""  # a token that all these markers contain
+    within: tuple[str, ...] = ()  # tokens that these markers contain
     section: str = ""
     section_end: str = ""
     python: bool = False  # chat templates write null, lists and objects as Python does
+    cdata: bool = False  # a value may stand between CDATA and CDATA_END
     bare: ClassVar[bool] = False
 
     @property
@@ -44,7 +49,7 @@ class TaggedForm:
     @property
     def markers(self) -> tuple[str, ...]:
         name_end = "" if self.function else self.function_end
-        found = (*self.opens, name_end, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, self.within)
+        found = (*self.opens, name_end, self.key, self.key_end, self.value, self.value_end, self.end, self.call_end, *self.within)
         return tuple(filter(None, (*found, self.section_end)))
 
     def read(self, source: Source, calls: Calls, marker: str) -> Steps[bool]:
@@ -67,6 +72,10 @@ class TaggedForm:
         if not usable(name):
             return False
         yield calls.begin(name)
+        if not self.call and (yield from space(source)) == "{":
+            if (yield from stream(follow_json(source), calls)):
+                yield from after_space(source, self.end)
+            return True
         yield calls.arguments("{")
         if (yield from self._arguments(source, calls, name)):
             yield calls.arguments("}")
@@ -125,8 +134,11 @@ class TaggedForm:
                     source.at = start
                     return False
                 types = stated
+            end = self.value_end
+            if self.cdata and (yield from expect(source, CDATA)):
+                end = f"{CDATA_END}{end}"
             yield calls.arguments(f"{opening}{dump(key.strip())}: ")
-            if not (yield from self._string(source, calls) if types == STRING else self._value(source, calls, types)):
+            if not (yield from self._string(source, calls, end) if types == STRING else self._value(source, calls, end, types)):
                 return False
             opening = ", "
         return True
@@ -138,19 +150,52 @@ class TaggedForm:
             return STRING
         return (types - STRING or TYPES) if (yield from after_space(source, other)) else None
 
-    def _string(self, source: Source, calls: Calls) -> Steps[bool]:
+    def _string(self, source: Source, calls: Calls, end: str) -> Steps[bool]:
         """Reads a string, which is emitted as it arrives."""
-        ends = Markers(f"\n{self.value_end}", self.value_end) if self.lines else Markers(self.value_end)
+        ends = Markers(f"\n{end}", end) if self.lines else Markers(end)
         if self.lines:
             yield from expect(source, "\n")
         return (yield from stream(string_before(source, ends), calls))
 
-    def _value(self, source: Source, calls: Calls, types: Types) -> Steps[bool]:
+    def _value(self, source: Source, calls: Calls, end: str, types: Types) -> Steps[bool]:
         """Reads any other value, or one of unknown type, which is emitted when it is complete."""
-        text = yield from up_to(source, self.value_end)
+        text = yield from up_to(source, end)
         if text is None:
             return False
         if self.lines:
             text = text.removeprefix("\n").removesuffix("\n")
         yield calls.arguments(typed(text, types, self.python))
         return True
+
+
+def stated(lark: Lark, kinds: Mapping[str, str], value_end: str, schema: Any, parameters: Parameters) -> str | None:
+    """The rule of a value behind a statement of its type, and its end; None if the parser would not read exactly the schema's
+    values. kinds: what states each type."""
+    end = lark.text(value_end)
+    types = parameters.types_of(schema)
+    if "string" not in types and len({kinds[kind] for kind in types}) == 1:
+        return f"{lark.text(kinds[min(types)])} {lark.json(schema)} {end}"
+    rules, shared = [], {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
+    for part in parameters.alternatives(schema):
+        if part is None:
+            return None
+        values = parameters.listed(part)
+        lengths = parameters.lengths(part)
+        if values is not None:
+            if not values or any(value_end in value for value in values if isinstance(value, str)):
+                return None
+            for value in values:
+                text = value if isinstance(value, str) else dump(value)
+                rules.append(f"{lark.text(kinds[KINDS[type(value)]])} {quoted(text)} {end}")
+            continue
+        if lengths is not None:
+            written = lark.up_to(value_end) if lengths == (0, None) else lark.bounded([value_end], *lengths)
+            rules.append(f"{lark.text(kinds['string'])} {written}")
+        allowed = part.get("type", sorted(TYPES))
+        others: dict[str, list[str]] = {}
+        for kind in [allowed] if isinstance(allowed, str) else allowed:
+            if kind != "string":
+                others.setdefault(kinds["number" if kind == "integer" else kind], []).append(kind)
+        for statement, group in others.items():
+            rules.append(f"{lark.text(statement)} {lark.json({**part, **shared, 'type': group})} {end}")
+    return f"({' | '.join(rules)})" if rules else None

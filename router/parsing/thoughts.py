@@ -14,10 +14,11 @@ class ReasoningMarkers:
     closes: tuple[str, ...]
     name: str = ""  # a word on the line of the opening marker, behind it
     answer: tuple[str, str] | None = None  # markers between which the answer that follows may stand
+    frames: tuple[str, ...] = ()  # special tokens around the parts of an answer, left out wherever they stand behind the reasoning
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (*self.opens, *self.closes, *(self.answer or ()))
+        return (*self.opens, *self.closes, *(self.answer or ()), *self.frames)
 
     def begun(self, prompt: str, continued: str) -> bool:
         """Whether the answer begins inside reasoning: the prompt ends with an opening marker, as many templates have it, or the

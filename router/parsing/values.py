@@ -149,13 +149,17 @@ def encodable(text: str) -> bool:
 
 
 def literal(text: str) -> str | None:
-    """A Python literal, or a JSON value, as JSON; None if it is neither."""
+    """A Python literal, or a JSON value, as JSON; None if it is neither. Models write line ends within strings as they are."""
     if _is_json(text):
         return text.strip()
+    return _from_python(text.strip()) or _from_python(text.strip().replace("\n", r"\n"))
+
+
+def _from_python(text: str) -> str | None:
     try:
         with warnings.catch_warnings():  # "\d" is meant literally
             warnings.simplefilter("ignore")
-            return dump(ast.literal_eval(text.strip()))
+            return dump(ast.literal_eval(text))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
 

@@ -89,6 +89,15 @@ END_MARKER_TOKENS: dict[str, list[str]] = {
     "deepseek_v32": ["</｜DSML｜parameter>"],
     "deepseek_v4": ["</｜DSML｜parameter>"],
     "hy_v3": ["</arg_value:opensource>"],
+    "hy_v4": ["</arg_value:6124c78e>"],
+    "deepseek_v41": ["</｜DSML｜ parameter>"],
+    "functiongemma": ["<escape>"],
+    "kimi_k3": ["<|close|>"],
+    "solar_open2": ["<|tool_arg:end|>"],
+    "minicpm5": ["</param>"],
+    "step3": ["</steptml:parameter>"],
+    "longcat": ["</longcat_arg_value>"],
+    "gigachat35": ["</｜GCML｜parameter>"],
 }
 
 
@@ -210,6 +219,37 @@ def test_grammar_allows_reasoning_before_a_forced_call(reasoning: str, special: 
     assert model.accepts(grammar("<bot>", f"{opened}\nH"), f"m < ?\n{closed}\n\n{call}")
     assert not model.accepts(grammar("<bot>", f"{opened}\nH"), call)
     assert model.accepts(grammar("<bot>", f"{opened}\nHm{closed}So"), call)
+
+
+K3_CALL = (
+    '<|open|>tools<|sep|><|open|>call tool="now" index="1"<|sep|><|open|>json type="object"<|sep|>{}<|close|>json<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>"
+)
+SOLAR_CALL = "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>"
+HYPERCLOVAX_CALL = ' -> tool/function_call\n[{"name": "now", "arguments": {}}]'
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(
+    ("parser", "prompt", "frames", "call"),
+    [
+        ("kimi_k3", "<|open|>think<|sep|>", "Hm<|close|>think<|sep|><|open|>response<|sep|><|close|>response<|sep|>", K3_CALL),
+        ("kimi_k3", "<|open|>response<|sep|>", "<|close|>response<|sep|>", K3_CALL),
+        ("solar_open", "<|begin|>assistant", "<|think|>Hm<|end|><|begin|>assistant", SOLAR_CALL),
+        ("solar_open", "<|think|><|end|><|begin|>assistant", "", SOLAR_CALL),
+        ("hyperclovax", "<|im_start|>assistant", "/think\nHm<|im_end|>\n<|im_start|>assistant", HYPERCLOVAX_CALL),
+    ],
+)
+def test_tokens_around_the_parts_of_an_answer_are_allowed_before_a_call(
+    parser: str, special: bool, prompt: str, frames: str, call: str
+) -> None:
+    model = ConstrainedModel([marker for marker in markers(parser, parser) if special and marker[0] == "<"])
+    schemas = {"now": {"properties": {"a": {"pattern": "x"}}}}
+    source = constraint(parser, schemas, True, reasoning=parser, prompt=prompt, special=model.special.get).source
+    assert model.accepts(source, f"{frames}{call}")
+    assert not model.accepts(source, f"So {call}")
+    parts = [part for part in parts_of([f"{frames}{call}"], parser, parser, prompt=prompt) if not isinstance(part, Reasoning)]
+    assert parts == [Call(0, "", "now"), Arguments(0, "{}")]
 
 
 FORMATS = [
@@ -339,6 +379,69 @@ def test_harmony_call_without_channel_is_allowed_if_the_prompt_ends_with_the_rol
             "<tool_call:opensource>now<tool_sep:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>",
         ),
         ("apertus", '<|tools_prefix|>[{"weather": {"city": "Paris", "place": [true]}}, {"now": {}}]<|tools_suffix|>'),
+        ("glm45", "<tool_call>pick<arg_key>b</arg_key><arg_value>true</arg_value></tool_call><tool_call>now</tool_call>"),
+        (
+            "hermes",
+            '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>{"name": "pick", "arguments": {}}</tool_call>',
+        ),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>'
+            '<b> "x"<|close|>argument<|sep|><|open|>argument key="place" type="array"<|sep|>[true]<|close|>argument<|sep|>'
+            '<|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        ),
+        (
+            "solar_open",
+            "<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>pick<|tool_call:args|>"
+            '{"b": true}<|tool_call:end|><|calls|>',
+        ),
+        (
+            "solar_open2",
+            "<|tool_call:start|>pick\n<|tool_arg:start|>b<|tool_arg:value|>true<|tool_arg:end|>\n<|tool_call:end|>\n"
+            "<|tool_call:start|>now\n<|tool_call:end|>",
+        ),
+        (
+            "minicpm5",
+            '<function name="weather"><param name="city">Paris</param><param name="unit">F</param>'
+            '<param name="place">[true]</param></function>\n<function name="now"></function>',
+        ),
+        (
+            "minicpm5",
+            '<function name="weather"><param name="city"><![CDATA[< & ]] <b>]]></param><param name="place">[]</param></function>',
+        ),
+        (
+            "step3",
+            "<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+            '<steptml:invoke name="pick">\n<steptml:parameter name="b">true</steptml:parameter>\n</steptml:invoke>'
+            "<｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+            '<steptml:invoke name="now"></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>',
+        ),
+        (
+            "longcat",
+            "<longcat_tool_call>pick\n<longcat_arg_key>b</longcat_arg_key>\n<longcat_arg_value>true</longcat_arg_value>\n"
+            "</longcat_tool_call>",
+        ),
+        ("longcat_json", '<longcat_tool_call>{"name": "pick", "arguments": {"b": true}}</longcat_tool_call>'),
+        ("gigachat35", DSML.replace("function_calls", "tool_calls").replace("DSML", "GCML")),
+        ("deepseek_v41", DSML.replace("function_calls", "calls").replace("DSML｜", "DSML｜ ")),
+        (
+            "hy_v4",
+            "<tool_calls:6124c78e>\n<tool_call:6124c78e>pick\n<arg_key:6124c78e>b</arg_key:6124c78e>\n"
+            "<arg_value:6124c78e>true</arg_value:6124c78e>\n</tool_call:6124c78e>\n</tool_calls:6124c78e>",
+        ),
+        (
+            "hy_v3_preview",
+            "<tool_calls>\n<tool_call>pick<tool_sep>\n<arg_key>b</arg_key>\n<arg_value>true</arg_value>\n</tool_call>\n</tool_calls>",
+        ),
+        ("command_r", 'Action:\n```json\n[{"tool_name": "pick", "parameters": {"b": true}}\n]```'),
+        ("hyperclovax", ' -> tool/function_call\n[{"name": "pick", "arguments": {"b": true}}, {"name": "now", "arguments": {}}]'),
+        ("functionary_v31", '<function=pick>{"b": true}</function>'),
+        ("functionary_v32", 'pick\n{"b": true}>>>now\n{}'),
+        (
+            "functiongemma",
+            "<start_function_call>call:weather{city:<escape>Paris<escape>,place:[true]}<end_function_call>"
+            "<start_function_call>call:now{}<end_function_call>",
+        ),
         (
             "gemma4",
             '<|tool_call>call:weather{city:<|"|>Paris<|"|>,place:[true],unit:<|"|>F<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
@@ -346,11 +449,12 @@ def test_harmony_call_without_channel_is_allowed_if_the_prompt_ends_with_the_rol
     ],
 )
 def test_trained_call_format_of_each_family_is_allowed(parser: str, text: str) -> None:
-    model = ConstrainedModel([])
-    source = constraint(parser, SCHEMAS, True, special=model.special.get).source
-    assert model.accepts(source, text)
-    assert not model.accepts(source, text.replace("name", "nome").replace("c", "k"))
-    assert not model.accepts(source, f"{text} So.")
+    for tokens in ([], [marker for marker in markers(None, parser) if marker[0] == "<"]):
+        model = ConstrainedModel(tokens)
+        source = constraint(parser, SCHEMAS, True, special=model.special.get).source
+        assert model.accepts(source, text), tokens
+        assert not model.accepts(source, text.replace("name", "nome").replace("c", "k"))
+        assert not model.accepts(source, f"{text} So.")
 
 
 def test_markers_of_a_format_may_be_special_tokens() -> None:
@@ -399,6 +503,13 @@ def test_token_within_a_tag_is_allowed(token: str) -> None:
         ),
         ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value><b></arg_value>\n</tool_call>"),
         ("gemma4", '<|tool_call>call:f{a:<|"|><b><|"|>}<tool_call|>'),
+        ("minicpm5", '<function name="f"><param name="a"><b></param></function>'),
+        ("minicpm5", '<function name="f"><param name="a"><![CDATA[<b>]]></param></function>'),
+        (
+            "kimi_k3",
+            '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="string"<|sep|><b>'
+            "<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
+        ),
     ],
 )
 def test_string_argument_ends_at_a_marker_that_is_no_token(parser: str, text: str, schema: dict[str, Any]) -> None:
@@ -464,7 +575,10 @@ def equivalent_schema(schema: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["plain", "reference", "all", "twice", "any", "undeclared", "map"])
-@pytest.mark.parametrize("parser", ["gemma4", "qwen3_coder", "minimax_m2", "deepseek_v32", "glm45", "pythonic", "hermes"])
+@pytest.mark.parametrize(
+    "parser",
+    ["gemma4", "qwen3_coder", "minimax_m2", "deepseek_v32", "glm45", "pythonic", "hermes", "kimi_k3", "minicpm5", "functiongemma"],
+)
 def test_random_arguments_under_the_grammar_validate_against_the_schema(parser: str, form: str) -> None:
     """For every keyword of PROPERTIES, and however the schema is expressed."""
     rng = random.Random(f"{parser} {form}")

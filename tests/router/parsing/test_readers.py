@@ -48,7 +48,7 @@ def parts_of(deltas: Sequence[str], reasoning: str | None, tools: str | None, **
             case (Arguments(), Arguments()) if last.index == part.index:
                 found[-1] = Arguments(part.index, last.text + part.text)
             case (_, Call()):
-                assert re.fullmatch(r"call_[0-9a-f]{24}|[A-Za-z0-9]{9}|functions\.\w+:\d+", part.id)
+                assert re.fullmatch(r"call_[0-9a-f]{24}|[A-Za-z0-9]{9}|functions\.\w+:\d+|[a-z0-9]{10}", part.id)
                 found.append(Call(part.index, "", part.name))
             case _:
                 found.append(part)
@@ -178,6 +178,11 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ("lfm2", "<|tool_call_start|>[weather(city='Paris', days=3), now()]<|tool_call_end|>Soon.", LFM2_PARTS),
     ("lfm2", "[weather(city='Paris', days=3), now()] Soon.", LFM2_PARTS),
     (
+        "lfm2",
+        "<|tool_call_start|>[weather(city='New\nYork', tags=['a',\n'b'])]",
+        calls(("weather", '{"city": "New\\nYork", "tags": ["a", "b"]}')),
+    ),
+    (
         "olmo3",
         'So:\n<function_calls>weather(city="Paris", days=3)\nnow()\n\nweather(any=true, tags=["a"])</function_calls>',
         [Text("So:"), *calls(("weather", PARIS), ("now", "{}"), ("weather", '{"any": true, "tags": ["a"]}'))],
@@ -242,6 +247,28 @@ CASES: list[tuple[str, str, list[Part]]] = [
         [*calls(("weather", PARIS)), Text("Done.")],
     ),
     (
+        "hy_v3_preview",
+        "So.<tool_calls>\n<tool_call>weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now<tool_sep>\n</tool_call>\n</tool_calls>",
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "hy_v4",
+        "So.<tool_calls:6124c78e>\n<tool_call:6124c78e>weather\n<arg_key:6124c78e>city</arg_key:6124c78e>\n"
+        "<arg_value:6124c78e>Paris</arg_value:6124c78e>\n<arg_key:6124c78e>days</arg_key:6124c78e>\n"
+        "<arg_value:6124c78e>3</arg_value:6124c78e>\n</tool_call:6124c78e>\n"
+        "<tool_call:6124c78e>now</tool_call:6124c78e></tool_calls:6124c78e>",
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "deepseek_v41",
+        'So.\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="weather">\n'
+        '<｜DSML｜ parameter name="city" string="true">Paris</｜DSML｜ parameter>\n'
+        '<｜DSML｜ parameter name="days" string="false">3</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n'
+        '<｜DSML｜ invoke name="now">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>',
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
         "minimax_m3",
         (
             'So.<tool_call>\n<invoke name="weather"><city>New\n"York" [b></city><days>3</days><tags><item>1</item><item>a b</item>'
@@ -300,6 +327,100 @@ CASES: list[tuple[str, str, list[Part]]] = [
     ("gemma4", "<|tool_call>\ncall: now {a:New York,b:[x, 01]}", calls(("now", '{"a": "New York", "b": ["x", "01"]}'))),
     ("gemma4", "<|tool_call>call:srv:get-it{größe:1}<tool_call|>", calls(("srv:get-it", '{"größe": 1}'))),
     ("gemma4", "<|tool_call>call:now{a:[True,],b:{},}<tool_call|>", calls(("now", '{"a": [true], "b": {}}'))),
+    (
+        "functiongemma",
+        "Let me look.<start_function_call>call:weather{city:<escape>Paris<escape>,days:3}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call>",
+        [Text("Let me look."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "kimi_k3",
+        'So.<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>New\n"York" '
+        '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|>'
+        '<|open|>argument key="a&amp;&quot;b" type="array"<|sep|>["x"]<|close|>argument<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
+        [
+            Text("So."),
+            *calls(("weather", '{"city": "New\\n\\"York\\" ", "days": 3, "a&\\"b": ["x"]}'), ("now", "{}")),
+        ],
+    ),
+    (
+        "kimi_k3",
+        f'<|open|>call tool="weather" index="1"<|sep|><|open|>json type="object"<|sep|>{PARIS}<|close|>json<|sep|>'
+        "<|close|>call<|sep|>ok",
+        [*calls(("weather", PARIS)), Text("ok")],
+    ),
+    (
+        "solar_open",
+        f"<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>weather<|tool_call:args|>{PARIS}<|tool_call:end|>"
+        "<|tool_call:begin|><|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|><|calls|>",
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    (
+        "solar_open2",
+        "So.<|tool_call:start|>weather\n<|tool_arg:start|>city<|tool_arg:value|>Paris<|tool_arg:end|>\n"
+        "<|tool_arg:start|>days<|tool_arg:value|>3<|tool_arg:end|>\n<|tool_call:end|>\n<|tool_call:start|>now\n<|tool_call:end|>",
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "minicpm5",
+        'So.\n<function name="weather"><param name="city"><![CDATA[a </param> b]] & c\n]]></param><param name="days">3</param>'
+        '<param name="tags">[\'a\', None]</param></function>\n<function name="now"></function>',
+        [Text("So."), *calls(("weather", '{"city": "a </param> b]] & c\\n", "days": 3, "tags": ["a", null]}'), ("now", "{}"))],
+    ),
+    (
+        "minicpm5",
+        f'<function name="weather">{PARIS}</function><function name="now"><param name="a"><![CDATA[7]]></param></function>',
+        calls(("weather", PARIS), ("now", '{"a": 7}')),
+    ),
+    (
+        "step3",
+        'So.\n<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n'
+        '<steptml:parameter name="city">Paris</steptml:parameter>\n<steptml:parameter name="days">3</steptml:parameter>\n'
+        "</steptml:invoke><｜tool_call_end｜>\n"
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now"></steptml:invoke>'
+        "<｜tool_call_end｜>\n<｜tool_calls_end｜>",
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "longcat",
+        "<longcat_tool_call>weather\n<longcat_arg_key>city</longcat_arg_key>\n<longcat_arg_value>Paris</longcat_arg_value>\n"
+        "<longcat_arg_key>days</longcat_arg_key>\n<longcat_arg_value>3</longcat_arg_value>\n</longcat_tool_call>\n"
+        f'<longcat_tool_call>{{"name": "weather", "arguments": {PARIS}}}</longcat_tool_call>',
+        calls(("weather", PARIS), ("weather", PARIS)),
+    ),
+    (
+        "longcat_json",
+        f'So.\n<longcat_tool_call>{{"name": "weather", "arguments": {PARIS}}}</longcat_tool_call>',
+        [Text("So."), *calls(("weather", PARIS))],
+    ),
+    (
+        "gigachat35",
+        'So.\n\n<｜GCML｜tool_calls>\n<｜GCML｜invoke name="weather">\n'
+        '<｜GCML｜parameter name="city" string="true">Paris</｜GCML｜parameter>\n'
+        '<｜GCML｜parameter name="days" string="false">3</｜GCML｜parameter>\n</｜GCML｜invoke>\n'
+        '<｜GCML｜invoke name="now">\n</｜GCML｜invoke>\n</｜GCML｜tool_calls>',
+        [Text("So."), *calls(("weather", PARIS), ("now", "{}"))],
+    ),
+    (
+        "command_r",
+        'So.\nAction:\n```json\n[\n    {\n        "tool_name": "weather",\n'
+        '        "parameters": {\n            "city": "Paris"\n        }\n    },'
+        '\n    {\n        "tool_name": "now",\n        "parameters": {}\n    }\n]```',
+        [Text("So."), *calls(("weather", '{\n            "city": "Paris"\n        }'), ("now", "{}"))],
+    ),
+    ("command_r", f'Action: ```json\n[{{"tool_name": "weather", "parameters": {PARIS}}}]\n```', calls(("weather", PARIS))),
+    (
+        "hyperclovax",
+        f' -> tool/function_call\n[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]',
+        calls(("weather", PARIS), ("now", "{}")),
+    ),
+    ("functionary_v31", f"So.<function=weather>{PARIS}</function>", [Text("So."), *calls(("weather", PARIS))]),
+    ("functionary_v31", "<function=now>{}</function>\n<function=now>{}</function>", calls(("now", "{}"), ("now", "{}"))),
+    ("functionary_v32", f"weather\n{PARIS}\n>>>now\n{{}}", calls(("weather", PARIS), ("now", "{}"))),
+    ("functionary_v32", f"all\nSo.>>>weather\n{PARIS}", [Text("So."), *calls(("weather", PARIS))]),
+    ("functionary_v32", "all\nSo >>> it.", [Text("So >>> it.")]),
 ]
 # Text that only looks like a call, or contains a malformed one: all of it is text.
 TEXTS_WITHOUT_CALLS: list[tuple[str, str]] = [
@@ -346,6 +467,9 @@ TEXTS_WITHOUT_CALLS: list[tuple[str, str]] = [
     ("deepseek_v32", '<｜DSML｜function_calls>\n<｜DSML｜parameter name="city" string="true">'),
     ("deepseek_v4", "<｜DSML｜tool_calls>\n</｜DSML｜tool_calls>"),
     ("hy_v3", "<tool_calls:opensource>\n</tool_calls:opensource>"),
+    ("hy_v3_preview", "<tool_calls>\n<tool_call>weather and more"),
+    ("hy_v4", "<tool_calls:6124c78e>\n<tool_call:6124c78e>weather and more"),
+    ("deepseek_v41", "<｜DSML｜ calls>\n</｜DSML｜ calls>"),
     ("hy_v3", "<tool_calls:opensource>\n<tool_call:opensource>weather and more"),
     ("minimax_m3", "]<]minimax[>[<tool_call>\n]<]minimax[>[</tool_call>"),
     ("minimax_m3", ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="we\nather">'),
@@ -355,6 +479,25 @@ TEXTS_WITHOUT_CALLS: list[tuple[str, str]] = [
     ("apertus", '<|tools_prefix|>[{"weather": 3}]<|tools_suffix|>'),
     ("apertus", '<|tools_prefix|>[{"we\\nather": {}}]<|tools_suffix|>'),
     ("apertus", "<|tools_prefix|>[]<|tools_suffix|>"),
+    ("functiongemma", "<start_function_call>weather{}<end_function_call>"),
+    ("kimi_k3", "<|open|>tools<|sep|><|close|>tools<|sep|>"),
+    ("kimi_k3", '<|open|>tools<|sep|><|open|>call tool="weather"<|sep|><|close|>call<|sep|>'),
+    ("kimi_k3", '<|open|>call tool="we\nather" index="1"<|sep|><|close|>call<|sep|>'),
+    ("solar_open", "<|tool_calls|>weather"),
+    ("solar_open", "<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>weather<|tool_call:args|>3"),
+    ("solar_open2", "<|tool_call:start|>weather and more"),
+    ("minicpm5", "<function name=weather></function>"),
+    ("minicpm5", '<function name="we\nather"></function>'),
+    ("step3", "<｜tool_calls_begin｜>\n<｜tool_calls_end｜>"),
+    ("step3", '<｜tool_calls_begin｜><｜tool_call_begin｜>code<｜tool_sep｜><steptml:invoke nam="weather">'),
+    ("longcat", "<longcat_tool_call>weather and more"),
+    ("longcat_json", "<longcat_tool_call>weather</longcat_tool_call>"),
+    ("gigachat35", "<｜GCML｜tool_calls>\n</｜GCML｜tool_calls>"),
+    ("command_r", "Action:\n```json\n[1, 2]\n```"),
+    ("hyperclovax", "So -> tool/function_call\n[1]"),
+    ("functionary_v31", "<function=weather>city</function>"),
+    ("functionary_v32", f"nobody\n{PARIS}"),
+    ("functionary_v32", "weather\nis fine >>> today"),
 ]
 
 
@@ -493,8 +636,9 @@ def test_end_of_reasoning_marker_at_the_start_of_an_answer_is_removed(reasoning:
     [closed, *_] = REASONING_FORMS[reasoning].closes
     for deltas in ([f"{closed}\n\nYes."], list(f"\n{closed}Yes.")):
         assert parts_of(deltas, reasoning, None, prompt="<user>x<bot>\n") == [Text("Yes.")]
-    assert parts_of([f"Yes{closed}."], reasoning, None) == [Text(f"Yes{closed}.")]
-    assert parts_of([f"{closed}."], reasoning, None, prompt="<bot>Yes", continued="Yes") == [Text(f"{closed}.")]
+    later = "" if closed in REASONING_FORMS[reasoning].frames else closed
+    assert parts_of([f"Yes{closed}."], reasoning, None) == [Text(f"Yes{later}.")]
+    assert parts_of([f"{closed}."], reasoning, None, prompt="<bot>Yes", continued="Yes") == [Text(f"{later}.")]
 
 
 def test_deep_and_fanned_out_references_in_schemas_are_resolved_quickly() -> None:
@@ -614,7 +758,8 @@ def test_random_texts_give_equal_parts_for_any_split_and_lose_no_text(parser: st
         assert parts_of(random_deltas(text, rng), None, parser, schemas=schemas) == whole, text
         assert parts_of(list(text), None, parser, schemas=schemas) == whole, text
         texts_with_calls += any(isinstance(part, Call) for part in whole)
-        if not any(isinstance(part, Call | Reasoning) for part in whole) and parser != "harmony":
+        headed = parser in ("harmony", "functionary_v32")  # with a recipient before a text, which is no part of it
+        if not any(isinstance(part, Call | Reasoning) for part in whole) and not headed:
             assert whole == ([Text(text)] if text else [])
         rest = text
         for part in whole:  # texts keep their order
@@ -661,14 +806,15 @@ def test_reasoning_is_separated_from_text_also_when_it_began_in_the_prompt(name:
         assert parts_of(deltas, name, None) == parts
     without_opening = text.partition(opened)[2]
     assert parts_of(list(without_opening), name, None, prompt=f"<user>Hi {opened}\n") == parts
-    assert parts_of([without_opening], name, None, prompt=f"<user>Hi {opened} {closed}\n") == [Text(without_opening)]
-    rest = without_opening.removeprefix("\nHm,")
+    content = "\nHm,  so\n <b>Yes. " if closed in form.frames else without_opening
+    assert parts_of([without_opening], name, None, prompt=f"<user>Hi {opened} {closed}\n") == [Text(content)]
+    rest, content = without_opening.removeprefix("\nHm,"), content.removeprefix("\nHm,")
     for continued, expected in (
         (f"\n{opened}\nHm,", [Reasoning("  so\n <b>"), Text("Yes. ")]),
         (f"{opened}\n", [Reasoning("so\n <b>"), Text("Yes. ")]),
-        (f"{opened}Hm{closed} So", [Text(rest)]),
-        (f"We write {opened}", [Text(rest)]),
-        ("So", [Text(rest)]),
+        (f"{opened}Hm{closed} So", [Text(content)]),
+        (f"We write {opened}", [Text(content)]),
+        ("So", [Text(content)]),
     ):
         prompt = f"<user>Hi {opened}<bot>{continued}"
         assert parts_of(list(rest), name, None, prompt=prompt, continued=continued) == expected
@@ -705,6 +851,57 @@ def test_markers_around_the_answer_after_reasoning_are_removed(name: str, opened
     check(f"<think>Hm</think>\nYes {opened} and {closed}.")
     expected = [Text(f"Yes{closed}")]
     check(f"{opened}\n{closed}Yes{closed}")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "expected"),
+    [
+        (
+            "kimi_k3",
+            "<|open|>think<|sep|>",
+            "Hm<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|>"
+            '<|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
+            [Reasoning("Hm"), Text("I look."), *calls(("now", "{}"))],
+        ),
+        ("kimi_k3", "<|open|>response<|sep|>", "Yes<|close|>response<|sep|><|close|>message<|sep|>", [Text("Yes")]),
+        (
+            "kimi_k3",
+            "",
+            "<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|>Yes <|sep|>",
+            [Text("Yes <|sep|>")],
+        ),
+        (
+            "solar_open",
+            "<|begin|>assistant",
+            "<|think|>Hm<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|tool_call:args|>{}"
+            "<|tool_call:end|><|calls|>",
+            [Reasoning("Hm"), *calls(("now", "{}"))],
+        ),
+        (
+            "hyperclovax",
+            "<|im_start|>assistant",
+            "/think\nHm<|im_end|>\n<|im_start|>assistant\nI look.<|im_end|>\n<|im_start|>assistant -> tool/function_call\n"
+            '[{"name": "now", "arguments": {}}]<|im_end|>',
+            [Reasoning("Hm"), Text("I look."), *calls(("now", "{}"))],
+        ),
+        (
+            "hyperclovax",
+            "<|im_start|>assistant/think\n",
+            "Hm<|im_end|>\n<|im_start|>assistant\nYes",
+            [Reasoning("Hm"), Text("Yes")],
+        ),
+        (
+            "solar_open",
+            "<|begin|>assistant<|think|><|end|><|begin|>assistant",
+            "<|content|>Yes, an assistant.<|end|>",
+            [Text("Yes, an assistant.")],
+        ),
+    ],
+)
+def test_tokens_around_the_parts_of_an_answer_are_removed(name: str, prompt: str, text: str, expected: list[Part]) -> None:
+    for deltas in ([text], list(text), *(random_deltas(text, random.Random(seed)) for seed in range(20))):
+        assert parts_of(deltas, name, name, prompt=prompt, schemas=SCHEMAS) == expected
+    assert all(re.fullmatch(r"<\|[a-z_:]+\|>", marker) for marker in markers(name, name) if marker[0] == "<")
 
 
 def test_gemma_4_reasoning_channel_is_recognized_by_its_name() -> None:
@@ -819,12 +1016,15 @@ def test_call_ids_are_unique_or_those_that_the_model_wrote() -> None:
     [call, _] = reader(None, "kimi_k2").push("<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}")
     assert isinstance(call, Call)
     assert call.id == "functions.now:0"
+    [call, _] = reader(None, "solar_open").push("<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|tool_call:args|>{}")
+    assert isinstance(call, Call)
+    assert call.id == "a1b2c3d4e5"
 
 
 @pytest.mark.parametrize("parser", [*FORMS, "harmony"])
 def test_parse_time_of_long_and_deeply_nested_texts_is_linear(parser: str) -> None:
     """A text of twice the length takes no more than a few times as long, and deep nesting breaks nothing."""
-    opened = (*markers(None, parser), "")
+    opened = (*(FORMS[parser].opens if parser in FORMS else ()), *markers(None, parser), "")
     start = time.thread_time()
     for text in ("[" * 20_000, '{"name": "now", "arguments": ' + '{"a":' * 5000, " \n" * 10_000, "<" * 20_000, '{"a":"\\' * 3000):
         for marker in opened:
@@ -855,6 +1055,9 @@ def test_plain_text_is_read_within_40_microseconds_per_token() -> None:
         ("<｜DSML｜function_calls> <think>", ("deepseek_v32", "deepseek_r1")),
         ("{% set token = '｜DSML｜' %} '<' + token + 'tool_calls>' <think>", ("deepseek_v4", "deepseek_r1")),
         ("{% set suffix = ':opensource' %} '<think{}>'.format(suffix) '<tool_sep{}>' <tool_call", ("hy_v3", "hy_v3")),
+        ("{% set suffix = ':6124c78e' %} '<think{}>'.format(suffix) '<arg_key{}>' <tool_call", ("hy_v4", "hy_v4")),
+        ("<think> <tool_calls> <tool_call> <tool_sep> <arg_key>", ("hy_v3_preview", "deepseek_r1")),
+        ("'<｜DSML｜ calls>' tool_calls <think>", ("deepseek_v41", "deepseek_r1")),
         ("']<]minimax[>[' '<tool_call>' <mm:think> <response>", ("minimax_m3", "minimax_m3")),
         ("<minimax:tool_call> <think> </think> <response>", ("minimax_m2", "deepseek_r1")),
         ("tools <|function_call|> 'function descriptions'", ("gigachat3", None)),
@@ -866,6 +1069,20 @@ def test_plain_text_is_read_within_40_microseconds_per_token() -> None:
         ("<think> </think> <answer> </answer>", (None, "hunyuan_a13b")),
         ("</think> <response> <tool_call>", ("hermes", "ernie45")),
         ("<|tool_list_start|> tools", ("lfm2", None)),
+        ("'List of tools: [' </think>", ("lfm2", "deepseek_r1")),
+        ("'<|open|>' + tag '<|sep|>' open_tag('call' open_tag('think')", ("kimi_k3", "kimi_k3")),
+        ("<|begin|>assistant<|think|> <|tool_call:begin|> <|tool_call:args|>", ("solar_open", "solar_open")),
+        ("<|think:start|> <|tool_call:start|> <|tool_arg:value|>", ("solar_open2", "solar_open2")),
+        ("'<function name=\"' '<param name=\"' <think>", ("minicpm5", "deepseek_r1")),
+        ("<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name= <think>", ("step3", "deepseek_r1")),
+        ("<start_function_call>call:", ("functiongemma", None)),
+        ("<longcat_tool_call> <longcat_arg_key> <longcat_think>", ("longcat", "longcat")),
+        ("<longcat_tool_call> tools", ("longcat_json", None)),
+        ("'<｜GCML｜tool_calls>' 'function call' <|role_sep|> <think>", ("gigachat35", "deepseek_r1")),
+        ("'Action:' `directly-answer` tool_name", ("command_r", None)),
+        ("'<|im_start|>assistant/think\\n' 'assistant -> tool/function_call\\n['", ("hyperclovax", "hyperclovax")),
+        ("<{start_tag}={function_name}> Environment: ipython <|python_tag|>", ("functionary_v31", None)),
+        ("'>>>all\\n' + message['content'] tools", ("functionary_v32", None)),
         ("<function_calls> tools", ("olmo3", None)),
         ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
         ("<|start|>assistant<|channel|>final", ("harmony", "harmony")),
