@@ -18,6 +18,7 @@ from . import plan, roofline
 from .adapters import Adapter
 from .checkpoint import Checkpoint
 from .errors import UsageError
+from .gpus import Gpus
 from .machine import Machine
 from .options import Options
 from .plan import Plan, size
@@ -180,7 +181,7 @@ def _layout(
     options: Options, model: Checkpoint, cluster: Cluster, ranks: int, draft: Checkpoint | None, loras: Sequence[Adapter]
 ) -> Layout:
     free = int(cluster.accelerator.memory)
-    machine = Machine(cores=ranks, memory=free, fast_bfloat16=True, gpu_memory=(free,) * ranks)
+    machine = Machine(cores=ranks, memory=free, fast_bfloat16=True, gpus=Gpus((free,) * ranks))
     asked = dataclasses.replace(options, device="cuda", num_shard=ranks, sharded=None, nnodes=1)
     nodes = max(1, ranks // cluster.gpus)
     own = plan.divide(asked, model, machine, draft, loras)

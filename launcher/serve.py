@@ -133,8 +133,7 @@ def _places(asked: Options, planned: Plan, private: Path, environment: Mapping[s
     names = replicas.sockets(asked.local_replicas, planned.local_ranks)
     prefix = asked.shard_uds_path or str(private / "shard")
     with rundir.prefixed(prefix, [each for one in names for each in one]) as paths:
-        cuda = planned.device == "cuda"
-        places = replicas.divide(asked, planned.local_ranks, cuda, paths, environment, planned.amd, planned.nvidia)
+        places = replicas.divide(asked, planned.local_ranks, paths, environment, planned.gpus)
         for host, port in replicas.listening(places):
             machine.check_port(host, port, "--shard-listen", "--shard-listen")
         yield places

@@ -215,7 +215,7 @@ def _ranks(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     if any(_given(name, rest, environment) for name in ("num_shard", "sharded", "device")):
         return []
     shown = any(environment.get(name) for name in SHOWING)
-    return ["--sharded", "true"] if shown and len(machine.inspect().gpu_memory) > 1 else []
+    return ["--sharded", "true"] if shown and len(machine.inspect().gpus.memory) > 1 else []
 
 
 def _given(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
