@@ -12,9 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -24,7 +24,7 @@ from rich.table import Table
 from .chat import CONTROL, DEFAULT_URL
 from .command_line import Parser
 from .option_types import LONGEST
-from .url import split
+from .url import connection, split
 
 TIMEOUT = 5.0  # seconds for an answer
 LARGEST = 16 << 20  # bytes of an answer
@@ -213,7 +213,7 @@ class Server:
 
     def __init__(self, url: str, api_key: str, window: float) -> None:
         """Raises UsageError if `url` is not a URL."""
-        self.url = _base(url)
+        self._parts = split(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._window = window
         self._scrapes: deque[Scrape] = deque()
@@ -232,7 +232,10 @@ class Server:
         before = first.parts if first is not last else {}
         seconds = last.moment - first.moment
         return Row(
-            self.url, last.state, last.model, {name: since(before.get(name), sums, seconds) for name, sums in last.parts.items()}
+            self._parts.geturl(),
+            last.state,
+            last.model,
+            {name: since(before.get(name), sums, seconds) for name, sums in last.parts.items()},
         )
 
     def _scrape(self) -> Scrape:
@@ -258,21 +261,10 @@ class Server:
         return "ready" if status == 200 else str(_object(text).get("stage") or f"not ready: {status}")
 
     def _get(self, route: str) -> tuple[int, str]:
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT)
-        try:
-            connection.request("GET", parts.path + route, headers=self._headers)
-            answer = connection.getresponse()
+        with closing(connection(self._parts, TIMEOUT)) as connected:
+            connected.request("GET", self._parts.path + route, headers=self._headers)
+            answer = connected.getresponse()
             return answer.status, answer.read(LARGEST).decode(errors="replace")
-        finally:
-            connection.close()
-
-
-def _base(url: str) -> str:
-    full = url if "://" in url else f"http://{url}"
-    split(full, url)
-    return full.rstrip("/").removesuffix("/v1")
 
 
 def _object(text: str) -> dict[str, Any]:
