@@ -171,15 +171,15 @@ def _supervisor(
         seconds = time.monotonic() - began
         console.info(banner.shards(addresses) if asked.no_router else banner.banner(asked, name, text, seconds))
 
+    router = Part("the router", [Command("router", children.command("penstock.router", f"@{file}"))], asked.max_restarts)
     return Supervisor(
-        router=None if asked.no_router else Command("router", children.command("penstock.router", f"@{file}")),
+        router=None if asked.no_router else router,
         groups=groups,
         environment=environment,
         console=console,
         health=(banner.reachable(asked.hostname), asked.port),
         ready=ready,
         grace=asked.graceful_termination_timeout,
-        max_restarts=asked.max_restarts,
         hang_reports=hang_reports,
     )
 
