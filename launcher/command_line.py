@@ -24,12 +24,12 @@ class Parser(argparse.ArgumentParser):
 
 
 class Joined(argparse.Action):
-    """The action of a flag that may be given several times: its values joined by semicolons."""
+    """The action of a flag that may be given several times: its values joined by `const`."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         """See argparse."""
         before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, values if before is None else f"{before};{values}")
+        setattr(namespace, self.dest, values if before is None else f"{before}{self.const}{values}")
 
 
 class Formatter(argparse.HelpFormatter):
@@ -58,11 +58,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         if details["switch"]:
             group.add_argument(*names, dest=name, action="store_const", const="true", help=help)
             continue
-        action: type[argparse.Action] | str = Joined if details["kind"] is option_types.rank_groups else "store"
+        several: dict[str, Any] = {"action": Joined, "const": ";"} if details["kind"] is option_types.rank_groups else {}
         metavar = (
             "{" + ",".join(details["choices"]) + "}" if details["choices"] else option_types.METAVARS.get(details["kind"], "TEXT")
         )
-        group.add_argument(*names, dest=name, metavar=metavar, help=help, action=action)
+        group.add_argument(*names, dest=name, metavar=metavar, help=help, **several)
         if details["also"]:
             group.add_argument(flag(details["also"]), dest=details["also"], help=argparse.SUPPRESS)
 
