@@ -259,9 +259,9 @@ def source_of(options: argparse.Namespace) -> Synthetic | Recorded:
     if options.dataset is None:
         prompt, output = options.prompt or Lengths.parse(DEFAULT_PROMPT), options.output or Lengths.parse(DEFAULT_OUTPUT)
         if options.shared_prefix and prompt.kind == "fixed" and options.shared_prefix >= prompt.first:
-            prompt = Lengths("fixed", options.shared_prefix + prompt.first) if options.prompt is None else prompt
-        if options.shared_prefix and prompt.kind == "fixed" and options.shared_prefix >= prompt.first:
-            raise ValueError(f"--shared-prefix {options.shared_prefix} leaves nothing of its own to --prompt {prompt}")
+            if options.prompt is not None:
+                raise ValueError(f"--shared-prefix {options.shared_prefix} leaves nothing of its own to --prompt {prompt}")
+            prompt = Lengths("fixed", options.shared_prefix + prompt.first)
         return Synthetic(prompt, output, options.shared_prefix, options.prefixes)
     if options.prompt is not None or options.shared_prefix:
         raise ValueError("--dataset brings its own prompts: leave --prompt and --shared-prefix away")
