@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,13 +45,14 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> Parser:
     """The parser of all flags."""
+    width = min(118, shutil.get_terminal_size((120, 24)).columns - 2)
     parser = Parser(
         prog="penstock bench",
         usage="penstock bench [URL] [FLAG ...]",
         description="`penstock bench`: loads a server that speaks OpenAI's API or text-generation-inference's, and says what its "
         "clients get.",
         epilog=EXAMPLES,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=118),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=width),
         allow_abbrev=False,
     )
     _server_flags(parser)
