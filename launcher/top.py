@@ -308,10 +308,10 @@ def _up(replica: MetricSums) -> bool:
 # Titles of columns, with the least width of a terminal that has room for them.
 TITLES = {
     "requests\nrun/wait/pause": 0,
-    "tokens/s": 0,
+    "tokens/s": 50,
     "prompt\ntokens/s": 110,
-    "first token\nms": 0,
-    "between\ntokens ms": 0,
+    "first token\nms": 62,
+    "between\ntokens ms": 76,
     "pages held\n+ cached": 90,
     "prefix\nhits": 120,
     "drafts\naccepted": 130,
@@ -325,7 +325,7 @@ def table(rows: Sequence[Row], width: int = WIDTH) -> Table:
     found = Table(box=None, header_style="bold", pad_edge=False)
     found.add_column("server", no_wrap=True, overflow="fold")
     for title in ["model"] * (width >= MODEL) + ["state"]:
-        found.add_column(title, max_width=None if width >= WIDTH else 30)
+        found.add_column(title, min_width=5, max_width=None if width >= WIDTH else 30)
     for title, least in TITLES.items():
         if width >= least:
             found.add_column(title, justify="right", no_wrap=True)
