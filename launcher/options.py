@@ -554,8 +554,7 @@ def check(options: Options) -> Options:
             f"--payload-limit {options.payload_limit} is more than all bodies together may have: raise --payload-limit-total "
             f"{options.payload_limit_total}, or a body of that size is told to come again for ever"
         )
-    by_tokens = dataclasses.replace(options, kv_pages=0).pool_pages
-    if options.kv_pages and by_tokens and options.kv_pages != by_tokens:
+    if options.max_batch_total_tokens and options.kv_pages not in (0, max(1, options.max_batch_total_tokens // options.page_size)):
         raise UsageError(
             f"--kv-pages {options.kv_pages} of {options.page_size} tokens and --max-batch-total-tokens "
             f"{options.max_batch_total_tokens} both say how large the pool is: set one of them"
