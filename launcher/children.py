@@ -63,9 +63,8 @@ def shard_configs(
             batch_invariant=asked.batch_invariant,
             load_format=asked.load_format,
             page_size=asked.page_size,
-            longest=asked.max_total_tokens
-            if planned.shape.rope.kind == "longrope"
-            else 0,  # unused by other models: nodes may differ in it
+            # Other models ignore it, and nodes may differ in it.
+            longest=asked.max_total_tokens if planned.shape.rope.kind == "longrope" else 0,
             kv_pages=asked.pool_pages,
             kv_offload_gib=asked.kv_offload_gib,
             prefix_caching=asked.prefix_caching == "on",

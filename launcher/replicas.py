@@ -65,22 +65,17 @@ def share(options: Options, machine: Machine) -> Machine:
     return machine.share(parts, ranks)
 
 
-def sockets(groups: int, ranks: int) -> list[list[str]]:
-    """Names of each group's files: the sockets of its ranks, its relay's socket, and the file by which the ranks meet."""
-    before = [f"{group}-" if groups > 1 else "" for group in range(groups)]
-    return [[*(f"{each}{rank}" for rank in range(ranks)), f"{each}relay", f"{each}meeting"] for each in before]
-
-
-def divide(options: Options, ranks: int, paths: Sequence[str], environment: Mapping[str, str], gpus: Gpus) -> list[Place]:
-    """The places of all groups of so many ranks. paths: as `sockets` names them, in its order; gpus: those that they share."""
-    groups, size = options.local_replicas, ranks + 2
+def divide(options: Options, ranks: int, prefix: str, environment: Mapping[str, str], gpus: Gpus) -> list[Place]:
+    """The places of all groups of so many ranks. prefix: of the paths of their files; gpus: those that they share."""
+    groups = options.local_replicas
     listening = _listening(options, groups * ranks)
     places = []
     for group in range(groups):
-        *own, relay, meeting = paths[group * size : (group + 1) * size]
+        own = f"{prefix}-{group}" if groups > 1 else prefix
+        sockets = [f"{own}-{rank}" for rank in range(ranks)]
         listen = listening[group * ranks : (group + 1) * ranks]
         devices = _devices(group, ranks, environment, gpus) if gpus.memory and (groups > 1 or gpus.names) else {}
-        places.append(Place(group, groups == 1, own, relay, meeting, listen, devices))
+        places.append(Place(group, groups == 1, sockets, f"{own}-relay", f"{own}-meeting", listen, devices))
     return places
 
 

@@ -130,10 +130,9 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
 @contextmanager
 def _places(asked: Options, planned: Plan, private: Path, environment: Mapping[str, str]) -> Iterator[list[Place]]:
     """Where the rank groups of this machine listen: at sockets, which exist within this context, or at ports."""
-    names = replicas.sockets(asked.local_replicas, planned.local_ranks)
     prefix = asked.shard_uds_path or str(private / "shard")
-    with rundir.prefixed(prefix, [each for one in names for each in one]) as paths:
-        places = replicas.divide(asked, planned.local_ranks, paths, environment, planned.gpus)
+    places = replicas.divide(asked, planned.local_ranks, str(Path(prefix).absolute()), environment, planned.gpus)
+    with rundir.prefixed(prefix, [path for place in places for path in place.files]):
         for host, port in replicas.listening(places):
             machine.check_port(host, port, "--shard-listen", "--shard-listen")
         yield places

@@ -192,13 +192,12 @@ def test_plan_names_the_device_or_why_a_gpu_is_not_used(
 def test_ranks_get_the_indices_of_the_gpus_found() -> None:
     gpus = Gpus((24 * GIB,) * 4, ("1", "2", "5", "4"), "HIP_VISIBLE_DEVICES")
 
-    def devices_of_replicas(options: Options, environment: dict[str, str], ranks: int, count: int) -> list[dict[str, str]]:
-        paths = [str(path) for path in range(count * (ranks + 2))]
-        return [dict(place.environment) for place in replicas.divide(options, ranks, paths, environment, gpus)]
+    def devices_of_replicas(options: Options, environment: dict[str, str], ranks: int) -> list[dict[str, str]]:
+        return [dict(place.environment) for place in replicas.divide(options, ranks, "/p", environment, gpus)]
 
-    assert devices_of_replicas(Options(), {}, 3, 1) == [{"HIP_VISIBLE_DEVICES": "1,2,5"}]
+    assert devices_of_replicas(Options(), {}, 3) == [{"HIP_VISIBLE_DEVICES": "1,2,5"}]
     environment = {"HIP_VISIBLE_DEVICES": "0,1,2,5,4", "CUDA_VISIBLE_DEVICES": "7"}
-    assert devices_of_replicas(Options(replicas=2), environment, 2, 2) == [
+    assert devices_of_replicas(Options(replicas=2), environment, 2) == [
         {"HIP_VISIBLE_DEVICES": "1,2"},
         {"HIP_VISIBLE_DEVICES": "5,4"},
     ]

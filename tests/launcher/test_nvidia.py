@@ -146,11 +146,9 @@ def test_ranks_get_the_other_gpus_by_uuid_when_one_has_failed(tmp_path: Path) ->
     found = nvidia.find({})
     assert (found.memory, found.names) == ((9 * GIB,), ("GPU-bb22",))
     options = Options(replicas=2)
-    places = replicas.divide(
-        options, 1, [f"/{number}" for number in range(6)], {}, Gpus((9 * GIB, 7 * GIB), ("GPU-bb22", "GPU-cc33"))
-    )
+    places = replicas.divide(options, 1, "/p", {}, Gpus((9 * GIB, 7 * GIB), ("GPU-bb22", "GPU-cc33")))
     assert [place.environment for place in places] == [{"CUDA_VISIBLE_DEVICES": "GPU-bb22"}, {"CUDA_VISIBLE_DEVICES": "GPU-cc33"}]
-    [place] = replicas.divide(Options(), 1, ["/0", "/1", "/2"], {}, Gpus((9 * GIB,), ("GPU-bb22",)))
+    [place] = replicas.divide(Options(), 1, "/p", {}, Gpus((9 * GIB,), ("GPU-bb22",)))
     assert place.environment == {"CUDA_VISIBLE_DEVICES": "GPU-bb22"}
 
 

@@ -17,7 +17,6 @@ from penstock.tests.launcher.test_cli import CONFIG
 
 GPUS = Machine(cores=16, memory=800, fast_bfloat16=True, gpus=Gpus((80, 70, 60, 50)))
 CPU = Machine(cores=5, memory=1 << 31, fast_bfloat16=False)
-PATHS = [f"/p-{name}" for name in ("0-0", "0-1", "0-relay", "0-meeting", "1-0", "1-1", "1-relay", "1-meeting")]
 
 
 def test_replicas_share_cores_and_memory_equally() -> None:
@@ -57,7 +56,7 @@ def test_too_few_gpus_for_the_replicas_are_refused(settings: dict[str, Any], mes
 def test_each_replica_sees_only_its_own_gpus() -> None:
     def gpus_of_replicas(**environment: str) -> list[dict[str, str]]:
         options = Options(replicas=2, num_shard=2)
-        return [dict(place.environment) for place in replicas.divide(options, 2, PATHS, environment, GPUS.gpus)]
+        return [dict(place.environment) for place in replicas.divide(options, 2, "/p", environment, GPUS.gpus)]
 
     assert gpus_of_replicas() == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
     assert gpus_of_replicas(CUDA_VISIBLE_DEVICES="7, GPU-a,5,2") == [
@@ -67,22 +66,21 @@ def test_each_replica_sees_only_its_own_gpus() -> None:
 
 
 def test_replicas_have_distinct_names_sockets_and_files() -> None:
-    assert replicas.sockets(1, 2) == [["0", "1", "relay", "meeting"]]
-    assert [f"/p-{name}" for names in replicas.sockets(2, 2) for name in names] == PATHS
-    first, second = replicas.divide(Options(replicas=2), 2, PATHS, {}, Gpus())
+    first, second = replicas.divide(Options(replicas=2), 2, "/p", {}, Gpus())
     assert (second.name, second.title, second.process(1)) == ("1", "replica 1", "replica 1 shard 1")
     assert (second.addresses, second.relay, second.meeting) == (["/p-1-0", "/p-1-1"], "/p-1-relay", "/p-1-meeting")
     assert set(first.files).isdisjoint(second.files)
     assert second.environment == {}
-    [only] = replicas.divide(Options(), 1, ["/p-0", "/p-relay", "/p-meeting"], {}, GPUS.gpus)
+    [only] = replicas.divide(Options(), 1, "/p", {}, GPUS.gpus)
     assert (only.title, only.process(0), only.environment) == ("the shards", "shard 0", {})
+    assert [str(path) for path in only.files] == ["/p-0", "/p-relay", "/p-meeting"]
 
 
 def test_without_a_router_ranks_listen_at_consecutive_ports(tmp_path: Path) -> None:
     options = Options(
         replicas=2, num_shard=2, no_router=True, shard_listen="10.0.0.1:7000", insecure_nodes=True, cuda_memory_fraction=0.8
     )
-    places = replicas.divide(options, 2, PATHS, {}, Gpus())
+    places = replicas.divide(options, 2, "/p", {}, Gpus())
     assert [place.addresses for place in places] == [["10.0.0.1:7000", "10.0.0.1:7001"], ["10.0.0.1:7002", "10.0.0.1:7003"]]
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     planned = plan.divide(options, model, replicas.share(options, CPU))
