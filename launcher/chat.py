@@ -167,7 +167,8 @@ class Server:
                 connected.request(method, self._url.path + route, None if body is None else json.dumps(body), self._headers)
                 reply = connected.getresponse()
             except (OSError, http.client.HTTPException) as error:
-                raise Failed(f"nobody answers at {self.base} ({error}): start `penstock serve`, or give another URL") from None
+                why = getattr(error, "strerror", None) or error
+                raise Failed(f"nobody answers at {self.base} ({why}): start `penstock serve`, or give another URL") from None
             yield reply
 
 

@@ -212,7 +212,7 @@ def test_errors_in_a_pipe_are_one_line() -> None:
     for arguments, text in (
         (["http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
         (["localhost:port"], "http://HOST:PORT is needed"),
-        (["127.0.0.1:9/v1"], "nobody answers at http://127.0.0.1:9 "),  # as `bench` and `top` take it
+        (["127.0.0.1:9/v1"], "nobody answers at http://127.0.0.1:9 (Connection refused): start"),  # as `bench` and `top` take it
         (["--set", "x"], "--set x: NAME=VALUE is needed"),
         (["--nonsense"], "--nonsense"),
     ):
