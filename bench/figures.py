@@ -101,6 +101,11 @@ def figures(stage: Stage, objective: Objective | None) -> Figures:
     return found
 
 
+def load_title(found: Figures) -> str:
+    """The load of a stage, for people."""
+    return f"{found['rate']:g} requests a second" if "rate" in found else f"{found['concurrency']:g} at once"
+
+
 def warnings(stage: Stage, good: Sequence[Record], found: Figures) -> list[str]:
     """What a reader must know before trusting the figures."""
     said = []
