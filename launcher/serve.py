@@ -64,7 +64,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     if not asked.local_replicas:
         return _route(asked, name, folder, environment, console, began)
     model = checkpoint.read(folder, asked.load_format)
-    speculation, draft = drafts.resolve(asked, model, weights=asked.load_format != "dummy")
+    speculation, draft = drafts.resolve(asked, model, weights)
     asked = replace(asked, speculate=written(replace(speculation, draft=asked.speculation.draft)))  # now with the draft's shape
     loras = adapters.resolve(asked, name)
     planned = plan.make(asked, model, draft, loras)
