@@ -305,18 +305,26 @@ def _up(replica: MetricSums) -> bool:
     return replica.values.get(UP) != 0.0
 
 
-# Titles of columns, with the least width of a terminal that has room for them.
-TITLES = {
-    "requests\nrun/wait/pause": 0,
-    "tokens/s": 50,
-    "prompt\ntokens/s": 110,
-    "first token\nms": 62,
-    "between\ntokens ms": 76,
-    "pages held\n+ cached": 90,
-    "prefix\nhits": 120,
-    "drafts\naccepted": 130,
-    "restarts": 120,
-}
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of figures."""
+
+    title: str
+    least: int  # width of a terminal that has room for it
+    cell: Callable[[Figures], str]
+
+
+COLUMNS = (
+    Column("requests\nrun/wait/pause", 0, lambda shown: " / ".join(map(_count, (shown.running, shown.waiting, shown.paused)))),
+    Column("tokens/s", 50, lambda shown: _whole(shown.tokens_per_second)),
+    Column("prompt\ntokens/s", 110, lambda shown: _whole(shown.prompt_tokens_per_second)),
+    Column("first token\nms", 62, lambda shown: _pair(shown.first_token_p50, shown.first_token_p99)),
+    Column("between\ntokens ms", 76, lambda shown: _pair(shown.between_tokens_p50, shown.between_tokens_p99)),
+    Column("pages held\n+ cached", 90, lambda shown: _pages(shown.pages_held, shown.pages_cached)),
+    Column("prefix\nhits", 120, lambda shown: _share(shown.prefix_hits)),
+    Column("drafts\naccepted", 130, lambda shown: _share(shown.accepted)),
+    Column("restarts", 120, lambda shown: _whole(shown.restarts)),
+)
 MODEL = 150  # least width for the column of the model's name
 
 
@@ -326,14 +334,14 @@ def table(rows: Sequence[Row], width: int = WIDTH) -> Table:
     found.add_column("server", no_wrap=True, overflow="fold")
     for title in ["model"] * (width >= MODEL) + ["state"]:
         found.add_column(title, min_width=5, max_width=None if width >= WIDTH else 30)
-    for title, least in TITLES.items():
-        if width >= least:
-            found.add_column(title, justify="right", no_wrap=True)
+    columns = [column for column in COLUMNS if width >= column.least]
+    for column in columns:
+        found.add_column(column.title, justify="right", no_wrap=True)
 
     def add(name: str, model: str, state: str, shown: Figures | None, style: str = "") -> None:
-        cells = zip(TITLES.values(), _cells(shown), strict=True) if shown else ()
+        cells = [column.cell(shown) for column in columns] if shown else []
         names = [name, *[model] * (width >= MODEL), state]
-        found.add_row(*(_clean(text) for text in names), *(cell for least, cell in cells if width >= least), style=style)
+        found.add_row(*(_clean(text) for text in names), *cells, style=style)
 
     for row in rows:
         add(row.url.removeprefix("http://"), row.model, row.state, figures(row.parts[""]) if row.parts else None)
@@ -345,19 +353,8 @@ def table(rows: Sequence[Row], width: int = WIDTH) -> Table:
     return found
 
 
-def _cells(shown: Figures) -> list[str]:
-    counts = (shown.running, shown.waiting, shown.paused)
-    return [
-        " / ".join("-" if value is None else str(value) for value in counts),
-        _whole(shown.tokens_per_second),
-        _whole(shown.prompt_tokens_per_second),
-        _pair(shown.first_token_p50, shown.first_token_p99),
-        _pair(shown.between_tokens_p50, shown.between_tokens_p99),
-        _share(shown.pages_held) + ("" if shown.pages_cached is None else f" + {_share(shown.pages_cached)}"),
-        _share(shown.prefix_hits),
-        _share(shown.accepted),
-        _whole(shown.restarts),
-    ]
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _whole(value: float | None) -> str:
@@ -366,6 +363,10 @@ def _whole(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
+
+
+def _pages(held: float | None, cached: float | None) -> str:
+    return _share(held) + ("" if cached is None else f" + {_share(cached)}")
 
 
 def _pair(median: float | None, slow: float | None) -> str:
