@@ -49,8 +49,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="penstock bench",
         usage="penstock bench [URL] [FLAG ...]",
-        description="`penstock bench`: loads a server that speaks OpenAI's API or text-generation-inference's, and says what its "
-        "clients get.",
+        description="Loads a server that speaks OpenAI's API or text-generation-inference's, and says what its clients get.",
         epilog=EXAMPLES,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=width),
         allow_abbrev=False,

@@ -415,7 +415,7 @@ def test_html_report_is_one_self_contained_file_without_invalid_numbers(tmp_path
         (["http://a..b"], "http://a..b is no URL of a server"),
         (["--field", "x={"], "x={: this begins like JSON, and is none"),
         (["--field", 'x="'], "this begins like JSON, and is none"),
-        (["127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
+        (["127.0.0.1:9"], "nobody answers at http://127.0.0.1:9 (Connect call failed"),
         (["http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
     ],
 )
