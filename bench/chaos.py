@@ -147,8 +147,8 @@ class Chaos:
         while True:
             ready = await self._ready()  # loading shards do not have all their memory yet
             for name, one in self._server.held().items() if ready else ():
-                self.found.names[one.pid] = name
-                self.found.memory.setdefault(one.pid, []).append((time.monotonic() - self._began, one.memory))
+                samples = self.found.memory.setdefault(f"{name} ({one.pid})", [])
+                samples.append((time.monotonic() - self._began, one.memory))
             await asyncio.sleep(SAMPLE)
 
     async def _metrics(self) -> dict[str, float]:

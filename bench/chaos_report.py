@@ -40,8 +40,7 @@ class Found:
     drafted: int = 0  # draft tokens ...
     accepted: int = 0  # ... and those that were accepted
     leaks: list[str] = field(default_factory=list)
-    memory: dict[int, list[tuple[float, int]]] = field(default_factory=dict)  # of each process: times and bytes
-    names: dict[int, str] = field(default_factory=dict)  # of the processes
+    memory: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # of each process, "router (12)": times and bytes
 
     @property
     def good(self) -> bool:
@@ -81,11 +80,11 @@ def slope(samples: Sequence[tuple[float, int]]) -> float:
 def grown(plan: Plan, found: Found) -> list[str]:
     """Processes whose memory has grown too much, a line each."""
     lines = []
-    for pid, samples in found.memory.items():
+    for process, samples in found.memory.items():
         late = settled(samples)
         more, most = growth(late), GROWTH if plan.every else STEP + STEEPEST * age(late)
         if age(samples) >= mature(plan) and more > most:
-            lines.append(f"memory of the {found.names[pid]} grew by {more / 2**20:.1f} MiB in {age(late):.0f} s once it was warm")
+            lines.append(f"memory of the {process} grew by {more / 2**20:.1f} MiB in {age(late):.0f} s once it was warm")
     return lines
 
 
@@ -105,7 +104,7 @@ def report(plan: Plan, found: Found) -> Json:
         "wrong": found.wrong,
         "errors": found.errors,
         "leaks": found.leaks,
-        "memory": {f"{found.names[pid]} ({pid})": samples for pid, samples in found.memory.items()},
+        "memory": found.memory,
     }
 
 
@@ -120,11 +119,11 @@ def summary(plan: Plan, found: Found) -> list[str]:
     ]
     if found.drafted:
         lines.append(f"drafts: {found.drafted}; accepted: {found.accepted}")
-    for pid, samples in found.memory.items():
+    for process, samples in found.memory.items():
         late = settled(samples)
         if age(samples) >= mature(plan):
             lines.append(
-                f"memory of the {found.names[pid]} ({pid}): {samples[0][1] / 2**20:.0f} MiB, {samples[-1][1] / 2**20:.0f} after "
+                f"memory of the {process}: {samples[0][1] / 2**20:.0f} MiB, {samples[-1][1] / 2**20:.0f} after "
                 f"{age(samples):.0f} s; slope once it was warm: {slope(late):+.2f} MiB/min"
             )
     lines += [

@@ -46,7 +46,8 @@ class Client:
                 content = await reply.json(content_type=None) if reply.status == 200 else {}
             return str(content["data"][0]["id"]) if isinstance(content, dict) and content.get("data") else ""
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
-            why = str(error) or f"within {self._timeout.total:g} s"
+            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error  # without aiohttp's settings
+            why = getattr(cause, "strerror", None) or str(cause) or f"within {self._timeout.total:g} s"
             raise Unreachable(f"nobody answers at {self._base} ({why}): start the server, or give another URL") from None
         except (ValueError, KeyError, TypeError, RecursionError, aiohttp.ClientError):
             return ""

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,13 @@ from .record import Record
 PERCENTILES = (50, 90, 95, 99)
 BUSY = 0.8  # share of a core from which on this client may be the bottleneck
 BUNCHED = 0.05  # share of events that came together with others, from which on gaps between tokens mean less
-LATENCIES = ("ttft", "itl", "tpot", "e2e")
+# The values that a request has of each latency.
+LATENCIES: dict[str, Callable[[Record], list[float]]] = {
+    "ttft": lambda record: [record.ttft],
+    "itl": Record.gaps,
+    "tpot": lambda record: [] if record.tpot is None else [record.tpot],
+    "e2e": lambda record: [record.e2e],
+}
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 Figures = dict[str, Any]
@@ -41,7 +47,7 @@ class Objective:
 
     def kept(self, record: Record) -> bool:
         """Whether the request met the objective. One without an answer did not."""
-        return record.good and all((_value(record, name) or 0.0) <= most for name, most in self.most)
+        return record.good and all(percentile(LATENCIES[name](record), 99) <= most for name, most in self.most)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {_text(most)}" for name, most in self.most)
@@ -95,6 +101,11 @@ def figures(stage: Stage, objective: Objective | None) -> Figures:
     return found
 
 
+def load_title(found: Figures) -> str:
+    """The load of a stage, for people."""
+    return f"{found['rate']:g} requests a second" if "rate" in found else f"{found['concurrency']:g} at once"
+
+
 def warnings(stage: Stage, good: Sequence[Record], found: Figures) -> list[str]:
     """What a reader must know before trusting the figures."""
     said = []
@@ -124,14 +135,7 @@ def warnings(stage: Stage, good: Sequence[Record], found: Figures) -> list[str]:
 
 def values(records: Sequence[Record], name: str) -> list[float]:
     """All values of that latency."""
-    match name:
-        case "ttft":
-            return [record.ttft for record in records]
-        case "itl":
-            return [gap for record in records for gap in record.gaps()]
-        case "tpot":
-            return [record.tpot for record in records if record.tpot is not None]
-    return [record.e2e for record in records]
+    return [value for record in records for value in LATENCIES[name](record)]
 
 
 def summary(found: Sequence[float]) -> dict[str, float] | None:
@@ -146,17 +150,6 @@ def summary(found: Sequence[float]) -> dict[str, float] | None:
 def percentile(values: Sequence[float], share: float) -> float:
     """A percentile; 0 without values."""
     return float(numpy.percentile(values, share)) if len(values) else 0.0
-
-
-def _value(record: Record, name: str) -> float | None:
-    match name:
-        case "ttft":
-            return record.ttft
-        case "itl":
-            return percentile(record.gaps(), 99)
-        case "tpot":
-            return record.tpot
-    return record.e2e
 
 
 def _tokens_between(records: Iterable[Record], first: float, last: float) -> int:

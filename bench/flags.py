@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -44,13 +45,13 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> Parser:
     """The parser of all flags."""
+    width = min(118, shutil.get_terminal_size((120, 24)).columns - 2)
     parser = Parser(
         prog="penstock bench",
         usage="penstock bench [URL] [FLAG ...]",
-        description="`penstock bench`: loads a server that speaks OpenAI's API or text-generation-inference's, and says what its "
-        "clients get.",
+        description="Loads a server that speaks OpenAI's API or text-generation-inference's, and says what its clients get.",
         epilog=EXAMPLES,
-        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=118),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=36, width=width),
         allow_abbrev=False,
     )
     _server_flags(parser)
@@ -259,9 +260,9 @@ def source_of(options: argparse.Namespace) -> Synthetic | Recorded:
     if options.dataset is None:
         prompt, output = options.prompt or Lengths.parse(DEFAULT_PROMPT), options.output or Lengths.parse(DEFAULT_OUTPUT)
         if options.shared_prefix and prompt.kind == "fixed" and options.shared_prefix >= prompt.first:
-            prompt = Lengths("fixed", options.shared_prefix + prompt.first) if options.prompt is None else prompt
-        if options.shared_prefix and prompt.kind == "fixed" and options.shared_prefix >= prompt.first:
-            raise ValueError(f"--shared-prefix {options.shared_prefix} leaves nothing of its own to --prompt {prompt}")
+            if options.prompt is not None:
+                raise ValueError(f"--shared-prefix {options.shared_prefix} leaves nothing of its own to --prompt {prompt}")
+            prompt = Lengths("fixed", options.shared_prefix + prompt.first)
         return Synthetic(prompt, output, options.shared_prefix, options.prefixes)
     if options.prompt is not None or options.shared_prefix:
         raise ValueError("--dataset brings its own prompts: leave --prompt and --shared-prefix away")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .figures import Figures
+from .figures import LATENCIES, Figures, load_title
 
 WIDTH, HEIGHT = 540, 280  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 30, 44  # margins of a chart
@@ -164,8 +164,7 @@ def render(result: dict[str, Any]) -> str:
 
 
 def _name(found: Figures) -> str:
-    name = f"{found['rate']:g} requests a second" if "rate" in found else f"{found['concurrency']:g} at once"
-    return f"{name}, in part" if found["partial"] else name
+    return f"{load_title(found)}, in part" if found["partial"] else load_title(found)
 
 
 def _load(found: Figures) -> float:
@@ -175,13 +174,13 @@ def _load(found: Figures) -> float:
 def _table(stages: Sequence[Figures]) -> str:
     goodput = "goodput" in stages[0]
     heads = ["load", "answered", "failed", "requests/s", "tokens/s", "in flight"]
-    heads += [f"{name} {share}" for name in ("ttft", "itl", "tpot", "e2e") for share in ("p50", "p95", "p99")]
+    heads += [f"{name} {share}" for name in LATENCIES for share in ("p50", "p95", "p99")]
     heads += ["good", "good/s"] if goodput else []
     rows = [[f"<th>{head}</th>" for head in heads]]
     for found in stages:
         cells = [_name(found), str(found["requests"]["answered"]), str(found["requests"]["failed"])]
         cells += [f"{found['requests_per_second']:.2f}", f"{found['output_tokens_per_second']:,.0f}", f"{found['in_flight']:.1f}"]
-        for name in ("ttft", "itl", "tpot", "e2e"):
+        for name in LATENCIES:
             cells += [f"{found[name][share] * 1e3:,.1f}" if found[name] else "-" for share in ("p50", "p95", "p99")]
         if goodput:
             cells += [f"{found['goodput']['share']:.1%}", f"{found['goodput']['requests_per_second']:.2f}"]

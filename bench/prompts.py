@@ -118,12 +118,9 @@ def read(path: Path, output: Lengths | None, default: int) -> Recorded:
         content = [_json(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     for number, row in enumerate(content, 1):
         try:
-            found = _row(row, default)
+            rows += _row(row, default)
         except ValueError as error:
             raise ValueError(f"{path}: row {number}: {error}") from None
-        if found is None:
-            raise ValueError(f'{path}: row {number} has no "prompt" text, no "messages" and no "conversations"')
-        rows += found
     if not rows:
         raise ValueError(f"{path}: no prompt in it")
     return Recorded(tuple(rows), output)
@@ -136,10 +133,9 @@ def _json(text: str, place: str) -> Any:
         raise ValueError(f"{place}: no JSON: {error}") from None
 
 
-def _row(row: Any, default: int) -> list[tuple[Prompt, str]] | None:
-    """The prompts of a row: None if it has none; [] for a recorded conversation that is too short. Raises ValueError."""
-    if not isinstance(row, dict):
-        return None
+def _row(row: Any, default: int) -> list[tuple[Prompt, str]]:
+    """The prompts of a row; [] for a recorded conversation that is too short. Raises ValueError with what is wrong with it."""
+    row = row if isinstance(row, dict) else {}
     name = "output_tokens" if "output_tokens" in row else "max_tokens"
     output = row.get(name, default)
     if not isinstance(output, int) or output < 1:
@@ -154,4 +150,4 @@ def _row(row: Any, default: int) -> list[tuple[Prompt, str]] | None:
         values = [turn.get("value") for turn in talk[:2] if isinstance(turn, dict)]
         texts = [value for value in values if isinstance(value, str) and value]
         return [(Prompt(texts[0], output), texts[1])] if len(texts) == 2 else []
-    return None
+    raise ValueError('no "prompt" text, no "messages" and no "conversations"')

@@ -10,16 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from .client import CLOCK, Client
-from .figures import Figures, percentile
+from .figures import Figures, load_title, percentile
 from .load import Extent, Stage
 
 REFRESH = 0.25  # seconds
 RECENT = 50  # latest requests, whose time to the first token is shown
-
-
-def title(stage: Stage) -> str:
-    """The name of a stage."""
-    return f"{stage.value:g} requests a second" if stage.kind == "rate" else f"{stage.value:g} at once"
 
 
 async def watch(console: Console, stage: Stage, client: Client, extent: Extent, position: str) -> None:
@@ -44,7 +39,7 @@ def _line(stage: Stage, client: Client, extent: Extent, position: str, elapsed: 
     done = elapsed / total if total else len(ended) / (extent.requests + extent.warm_requests)
     blocks = round(20 * min(done, 1.0))
     failed = sum(bool(record.error) for record in ended)
-    line = Text(f"{position} {title(stage)} ", style="bold")
+    line = Text(f"{position} {load_title({stage.kind: stage.value})} ", style="bold")
     line.append("█" * blocks + "░" * (20 - blocks), style="cyan")
     line.append(f"  {elapsed:.0f} s  sent {len(stage.records)}  running {client.running}  answered {len(ended) - failed}")
     line.append(f"  failed {failed}", style="red" if failed else "")
@@ -85,7 +80,7 @@ def remarks(stages: Sequence[Figures]) -> list[str]:
     """Errors and warnings, by stage."""
     lines = []
     for found in stages:
-        name = f"{found['rate']:g} a second" if "rate" in found else f"{found['concurrency']:g} at once"
+        name = load_title(found)
         lines += [f"{name}: {count} x {kind}: {found['error_examples'][kind]}" for kind, count in found["errors"].items()]
         lines += [f"{name}: {warning}" for warning in found["warnings"]]
     return lines

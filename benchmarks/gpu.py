@@ -38,6 +38,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,35 +49,36 @@ if TYPE_CHECKING:
 
 BEGAN = time.perf_counter()  # before torch is imported, which may take a quarter of a minute
 MINUTES = 9.5  # of all sections together
-# Shares of a whole run, roughly. Most of correctness is compiling.
-SHARES = {
-    "ceilings": 0.05,
-    "correctness": 0.22,
-    "attention": 0.28,
-    "operations": 0.1,
-    "tokens": 0.08,
-    "model": 0.12,
-    "server": 0.15,
-    "tuning": 0.95,
-    "profile": 0.1,
-}
-SOURCES = {  # modules and functions
-    "ceilings": ("gpu_ceilings", "measure"),
-    "correctness": ("gpu_checks", "measure"),
-    "attention": ("gpu_attention", "measure"),
-    "operations": ("gpu_operations", "measure"),
-    "tokens": ("gpu_model", "tokens"),
-    "model": ("gpu_model", "steps"),
-    "server": ("gpu_server", "measure"),
-    "tuning": ("gpu_tuning", "measure"),
-    "profile": ("gpu_profile", "measure"),
-}
-UNASKED = [name for name in SHARES if name not in ("tuning", "profile")]  # sections that run unless others are asked for
 GRACE = 60.0  # seconds that a section may exceed its time before it is killed: it checks the clock between measurements
-PATIENCE = {"server": 400.0}  # it has time limits of its own, and ends what it has started
 SLACK = 15.0  # seconds that the last sections may exceed the time of all
 LEAST = 20.0  # least seconds for which a section is started: starting Python, torch and CUDA takes ten
 Rates = tuple[float, float, float]  # of copies and reads (bytes a second) and of products (FLOP a second)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the run, and the function that measures it."""
+
+    share: float  # of the time of a whole run, roughly
+    module: str
+    function: str = "measure"
+    check: bool = False  # its results must be right
+    usual: bool = True  # it runs unless others are asked for
+    patience: float = 0.0  # seconds after which it is killed; 0: by its share
+
+
+SECTIONS = {
+    "ceilings": Section(0.05, "gpu_ceilings"),
+    "correctness": Section(0.22, "gpu_checks", check=True),  # most of it is compiling
+    "attention": Section(0.28, "gpu_attention"),
+    "operations": Section(0.1, "gpu_operations"),
+    "tokens": Section(0.08, "gpu_model", "tokens", check=True),
+    "model": Section(0.12, "gpu_model", "steps"),
+    "server": Section(0.15, "gpu_server", patience=400.0),  # it has time limits of its own, and ends what it has started
+    "tuning": Section(0.95, "gpu_tuning", usual=False),
+    "profile": Section(0.1, "gpu_profile", usual=False),
+}
+USUAL = [name for name, section in SECTIONS.items() if section.usual]
 
 
 def main() -> int:
@@ -87,12 +89,12 @@ def main() -> int:
     lines: list[report.Line] = []
     facts: dict[str, str] = {}
     rates: Rates | None = None
-    left = [name for name in SHARES if name == "ceilings" or name in options.only]
+    left = [name for name in SECTIONS if name == "ceilings" or name in options.only]
     while left:
         seconds, patience = times(left, BEGAN + 60 * options.minutes - time.perf_counter())
         name = left.pop(0)
         if patience < LEAST:  # a run that is killed from outside would have no table at all
-            lines.append(report.failed(name, "the section", "no time was left for it", 1.0, check=name in CHECKS))
+            lines.append(report.failed(name, "the section", "no time was left for it", 1.0, check=SECTIONS[name].check))
             continue
         print(f"{name} (about {seconds:.0f} s)", flush=True)
         for kind, value in _isolated(name, options, rates, seconds, patience):
@@ -109,8 +111,8 @@ def main() -> int:
 
 def times(left: Sequence[str], remaining: float) -> tuple[float, float]:
     """Seconds that the first of the sections `left` should take, and after which it is killed. remaining: of all sections' time."""
-    seconds = max(0.0, remaining) * SHARES[left[0]] / sum(SHARES[name] for name in left)
-    return seconds, min(PATIENCE.get(left[0], seconds + GRACE), remaining + SLACK)
+    seconds = max(0.0, remaining) * SECTIONS[left[0]].share / sum(SECTIONS[name].share for name in left)
+    return seconds, min(SECTIONS[left[0]].patience or seconds + GRACE, remaining + SLACK)
 
 
 def _save(options: argparse.Namespace, lines: "Sequence[report.Line]", facts: dict[str, str]) -> None:
@@ -151,12 +153,9 @@ def _isolated(
     if not why and process.exitcode:
         why = f"its process ended with exit code {process.exitcode}"
     if why:
-        told.append(("line", failed(name, "the section", why, 1.0, check=name in CHECKS)))
+        told.append(("line", failed(name, "the section", why, 1.0, check=SECTIONS[name].check)))
     print(f"  {name}: {time.perf_counter() - began:.0f} s {why}", flush=True)
     return told
-
-
-CHECKS = ("correctness", "tokens")  # sections whose results must be right
 
 
 def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds: float, sender: Connection) -> None:
@@ -180,7 +179,7 @@ def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds:
             section(name, options.seed)(bench)
     except Exception as problem:  # with its traceback, which only this process has
         traceback.print_exc()
-        bench.add(gpu_report.failed(name, "the section", problem, 1.0, check=name in CHECKS))
+        bench.add(gpu_report.failed(name, "the section", problem, 1.0, check=SECTIONS[name].check))
     if bench.late():
         bench.add(gpu_report.Line(section=name, what="the section", note="its time was over: what was left was left out"))
     if name == "ceilings":
@@ -190,15 +189,15 @@ def _child(name: str, options: argparse.Namespace, rates: Rates | None, seconds:
 
 def section(name: str, seed: int) -> Callable[[Any], None]:
     """Imported where it runs: one that lacks a package does not affect the others."""
-    module, function = SOURCES[name]
-    found = getattr(importlib.import_module(f"penstock.benchmarks.{module}"), function)
+    asked = SECTIONS[name]
+    found = getattr(importlib.import_module(f"penstock.benchmarks.{asked.module}"), asked.function)
     return partial(found, seed=seed) if name == "correctness" else found
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", type=_words, default=UNASKED, help="sections, joined by commas (default: all but tuning and profile)"
+        "--only", type=_words, default=USUAL, help="sections, joined by commas (default: all but tuning and profile)"
     )
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all sections together (default {MINUTES:g})")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -223,9 +222,9 @@ def _has_gpu() -> bool:
 
 def _words(text: str) -> list[str]:
     found = text.split(",")
-    strange = [word for word in found if word not in SHARES]
+    strange = [word for word in found if word not in SECTIONS]
     if strange:
-        raise argparse.ArgumentTypeError(f"no section is called {strange[0]!r}: there are {', '.join(SHARES)}")
+        raise argparse.ArgumentTypeError(f"no section is called {strange[0]!r}: there are {', '.join(SECTIONS)}")
     return found
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from penstock.benchmarks.gpu_latents import DEEPSEEK, TINY, Latents
-from penstock.benchmarks.gpu_measure import Bench, replaced
+from penstock.benchmarks.gpu_measure import Bench, Call, replaced
 from penstock.benchmarks.gpu_peers import PEERS, Missing
 from penstock.benchmarks.gpu_report import Line, Timing, failed
 from penstock.benchmarks.gpu_worlds import Shape, World, tree
@@ -50,8 +50,13 @@ def even_rows(bench: Bench, count: int, tokens: int) -> list[Row]:
     return [Row(1, _length(bench, tokens) - 1, ())] * (min(count, 3) if bench.tiny else count)
 
 
+def calls_of(world: World) -> list[Call]:
+    """Attention by our kernels, on each of the world's copies."""
+    return [partial(world.attend, plan) for plan in world.plans()]
+
+
 def _timed(bench: Bench, world: World) -> Timing:
-    return bench.time([partial(world.attend, plan) for plan in world.plans()])
+    return bench.time(calls_of(world))
 
 
 def _peers(bench: Bench, what: str, world: World, own: Timing, goals: dict[str, float], names: Sequence[str]) -> None:
@@ -89,25 +94,11 @@ def decode(bench: Bench) -> None:
         if page_size == 16:
             _peers(bench, f"64 x 4k, pages of {page_size}", world, own, {"FlashInfer": 1.0}, [*SMALL, *TORCH])
     shape = replace(_shape(bench), eight_bits=True)
-    _streamed(bench, "64 x 4k, a cache of 8 bits", world_of(bench, even_rows(bench, 64, 4096), shape), None)
+    _streamed(bench, "64 x 4k, a cache of 8 bits", world_of(bench, even_rows(bench, 64, 4096), shape))
 
 
-def _streamed(bench: Bench, what: str, world: World, goal: float | None) -> Timing:
-    took = _timed(bench, world)
-    rate = world.bytes / took.seconds
-    against = "of the copy bandwidth"
-    line = Line(
-        section=SECTION,
-        what=what,
-        timing=took,
-        value=rate / 1e9,
-        unit="GB/s",
-        ratio=rate / bench.copy_rate,
-        against=against,
-        goal=goal,
-    )
-    bench.add(line)
-    return took
+def _streamed(bench: Bench, what: str, world: World, goal: float | None = None) -> Timing:
+    return bench.moved(SECTION, what, calls_of(world), world.bytes, goal)
 
 
 def small(bench: Bench) -> None:
@@ -118,7 +109,7 @@ def small(bench: Bench) -> None:
                 return
             what = f"{count} x {tokens}"
             world = world_of(bench, even_rows(bench, count, tokens))
-            own = _streamed(bench, what, world, None)
+            own = _streamed(bench, what, world)
             _peers(bench, what, world, own, SMALL, [*SMALL, "SDPA flash"])
 
 
@@ -143,16 +134,18 @@ def verification(bench: Bench) -> None:
                 return
             rows = [Row(nodes, row.context, (), tree(nodes)) for row in even_rows(bench, count, 4096)]
             world = world_of(bench, rows)
-            took, what = _timed(bench, world), f"{nodes} nodes on 4k, {count} rows"
             note = f"operations alone: {world.operations / bench.product_rate / plain.seconds:.2f}"
-            line = Line(section=SECTION, what=what, timing=took, against="of one token", goal=goal, most=True, note=note)
-            bench.add(replace(line, ratio=took.seconds / plain.seconds))
+            _against_one(bench, f"{nodes} nodes on 4k, {count} rows", _timed(bench, world), plain, goal, note)
         rows = [Row(16, row.context, (), tree(16)) for row in even_rows(bench, count, 4096)]
         tiles_of = paged_attention.tiles_of
         with replaced(paged_attention, "tiles_of", lambda *given, tiles_of=tiles_of: tiles_of(*given)[::2]):
             took = _timed(bench, world_of(bench, rows))
-        line = Line(section=SECTION, what=f"16 nodes on 4k, {count} rows, by the tile of many", timing=took, against="of one token")
-        bench.add(replace(line, ratio=took.seconds / plain.seconds))
+        _against_one(bench, f"16 nodes on 4k, {count} rows, by the tile of many", took, plain)
+
+
+def _against_one(bench: Bench, what: str, took: Timing, plain: Timing, goal: float | None = None, note: str = "") -> None:
+    ratio, against = took.seconds / plain.seconds, "of one token"
+    bench.add(Line(section=SECTION, what=what, timing=took, ratio=ratio, against=against, goal=goal, most=True, note=note))
 
 
 def prefill(bench: Bench) -> None:
@@ -164,11 +157,11 @@ def prefill(bench: Bench) -> None:
     ):
         world = world_of(bench, [row])
         took = _timed(bench, world)
-        rate = world.operations / took.seconds
-        line = Line(
-            section=SECTION, what=what, timing=took, value=rate / 1e12, unit="TFLOP/s", ratio=rate / bench.product_rate, goal=goal
+        rate, against = world.operations / took.seconds, "of the product's rate"
+        value, ratio = rate / 1e12, rate / bench.product_rate
+        bench.add(
+            Line(section=SECTION, what=what, timing=took, value=value, unit="TFLOP/s", ratio=ratio, against=against, goal=goal)
         )
-        bench.add(replace(line, against="of the product's rate"))
         names = [*TORCH, "FlashInfer", "vLLM's Triton"]
         goals = {"SDPA cuDNN": 0.95, "vLLM's Triton": 1.25} if goal else {}
         _peers(bench, what, world, took, goals, names)
@@ -198,8 +191,7 @@ def shared(bench: Bench) -> None:
     rows = [Row(1, common + _length(bench, 64) - 1, ())] * count
     apart = _timed(bench, world_of(bench, rows, shared=common, share=False))
     world = world_of(bench, rows, shared=common)
-    _streamed(bench, "64 rows share 4k, against the bytes of one", world, None)
-    together = _timed(bench, world)
+    together = _streamed(bench, "64 rows share 4k, against the bytes of one", world)
     what, ratio = "64 rows share 4k", together.seconds / apart.seconds
     bench.add(
         Line(section=SECTION, what=what, timing=together, ratio=ratio, against="of reading each", note="the cache helps both")

@@ -102,6 +102,25 @@ class Bench:
                 self.synchronize()
         return self._one_by_one(calls, rough)
 
+    def moved(self, section: str, what: str, calls: Sequence[Call], size: int, goal: float | None = None) -> Timing:
+        """Times calls that have `size` bytes to move each, and reports their rate beside that of copies."""
+        took = self.time(calls)
+        rate = size / took.seconds
+        self.add(
+            Line(
+                section=section,
+                what=what,
+                timing=took,
+                value=rate / 1e9,
+                unit="GB/s",
+                ratio=rate / self.copy_rate,
+                against="of the copy bandwidth",
+                goal=goal,
+                note="too little to fill the device" if size < 8 << 20 else "",
+            )
+        )
+        return took
+
     def flush(self) -> None:
         """Evicts everything that a call needs from the cache."""
         self._scratch.zero_()

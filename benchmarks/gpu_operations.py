@@ -49,24 +49,6 @@ def _bfloat16(bench: Bench, *shape: int) -> Tensor:
     return torch.randn(*shape, device=bench.device).bfloat16()
 
 
-def _against_bytes(bench: Bench, what: str, calls: list[Call], size: int) -> None:
-    took = bench.time(calls)
-    rate = size / took.seconds
-    against, note = "of the copy bandwidth", "too little to fill the device" if size < 8 << 20 else ""
-    bench.add(
-        Line(
-            section=SECTION,
-            what=what,
-            timing=took,
-            value=rate / 1e9,
-            unit="GB/s",
-            ratio=rate / bench.copy_rate,
-            against=against,
-            note=note,
-        )
-    )
-
-
 def elementwise(bench: Bench, tokens: int) -> None:
     """Elementwise operations between a layer's matrix products."""
     hidden, intermediate = (64, 96) if bench.tiny else (HIDDEN, INTERMEDIATE)
@@ -74,13 +56,13 @@ def elementwise(bench: Bench, tokens: int) -> None:
     size = tokens * hidden * 2
     count = bench.copies(size)
     states = [(_bfloat16(bench, tokens, hidden), _bfloat16(bench, tokens, hidden)) for _ in range(count)]
-    _against_bytes(bench, f"norm, {tokens} tokens", [partial(operations.rms_norm, x, weight, 1e-5) for x, _ in states], 2 * size)
+    bench.moved(SECTION, f"norm, {tokens} tokens", [partial(operations.rms_norm, x, weight, 1e-5) for x, _ in states], 2 * size)
     calls: list[Call] = [partial(operations.add_rms_norm, x, residual, weight, 1e-5) for x, residual in states]
-    _against_bytes(bench, f"norm with residual, {tokens} tokens", calls, 4 * size)
+    bench.moved(SECTION, f"norm with residual, {tokens} tokens", calls, 4 * size)
     del states
     size = tokens * intermediate * 2
     gates = [_bfloat16(bench, tokens, 2 * intermediate) for _ in range(bench.copies(3 * size))]
-    _against_bytes(bench, f"SwiGLU, {tokens} tokens", [partial(operations.gated, gate) for gate in gates], 3 * size)
+    bench.moved(SECTION, f"SwiGLU, {tokens} tokens", [partial(operations.gated, gate) for gate in gates], 3 * size)
     del gates
     _rotary(bench, tokens)
 
@@ -99,7 +81,7 @@ def _rotary(bench: Bench, tokens: int) -> None:
         for joint, some in zip(joints, slots, strict=True)
     ]
     moved = 2 * tokens * width * 2 + table.nbytes + 8 * tokens
-    _against_bytes(bench, f"rotary and write to the cache, {tokens} tokens", [*calls], moved)
+    bench.moved(SECTION, f"rotary and write to the cache, {tokens} tokens", [*calls], moved)
 
 
 def mixture(bench: Bench, tokens: int) -> None:
@@ -124,7 +106,7 @@ def _experts(bench: Bench, laid_out: experts.Experts, kind: str, tokens: int, si
     calls: list[Call] = [partial(laid_out, x, *route) for route in routed]
     held = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in laid_out.weights)
     what = f"{count} of {number} experts{f' of {kind}' if kind else ''}, {tokens} tokens"
-    _against_bytes(bench, what, calls, round(held * chosen / number))
+    bench.moved(SECTION, what, calls, round(held * chosen / number))
 
 
 def few_bits(bench: Bench, tokens: int) -> None:
@@ -161,13 +143,13 @@ def moves(bench: Bench) -> None:
     halves = [(order[:count], order[count : 2 * count]), (order[2 * count : 3 * count], order[3 * count :])]
     calls: list[Call] = [partial(paging.copy_pages, pages, *half, filled) for half in halves]
     size = 2 * layers * count * page_size * width * 2
-    _against_bytes(bench, f"{count} pages copied in {layers} layers", calls, size)
+    bench.moved(SECTION, f"{count} pages copied in {layers} layers", calls, size)
     slots = pages.view(layers, -1, width)
     orders = torch.randperm(slots.shape[1], device=bench.device).view(-1, 2, 4 * count)  # each has other slots
     starts = torch.arange(0, 4 * count + 1, 4, device=bench.device)
     moved = 2 * layers * 4 * count * width * 2
     what = f"4 slots moved in each of {count} rows in {layers} layers"
-    _against_bytes(bench, what, [partial(paging.move_slots, slots, order[0], order[1], starts) for order in orders], moved)
+    bench.moved(SECTION, what, [partial(paging.move_slots, slots, order[0], order[1], starts) for order in orders], moved)
 
 
 def offloading(bench: Bench) -> None:

@@ -18,7 +18,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,14 +37,14 @@ class Missing(Exception):
     """The peer isn't installed, or does not support the case."""
 
 
-def _import(name: str, stand_ins: Callable[[Path], None] | None = None) -> Any:
+def _import(name: str, stand_ins: Callable[[], None] | None = None) -> Any:
     """A module; of an engine that isn't installed as a whole, with stubs for the rest."""
     root = name.partition(".")[0]
     found = importlib.util.find_spec(root)
     if found is None or found.submodule_search_locations is None:
         raise Missing("not installed")
     if stand_ins is not None and found.origin is None:  # a folder of single files has no __init__
-        stand_ins(Path(next(iter(found.submodule_search_locations))))
+        stand_ins()
     return importlib.import_module(name)
 
 
@@ -54,6 +53,18 @@ def _invented(name: str, **members: Any) -> None:
     module = ModuleType(name)
     vars(module).update(members)
     sys.modules.setdefault(name, module)
+
+
+def _answer(function: Callable[..., object], out: Tensor, arguments: dict[str, Any]) -> Answer:
+    """A kernel that writes to `out`, given those arguments that this version of it has."""
+    known = inspect.signature(function).parameters
+    chosen = {name: value for name, value in arguments.items() if name in known}
+
+    def answer() -> Tensor:
+        function(**chosen)
+        return out
+
+    return answer
 
 
 def _tensors(values: Sequence[int], device: torch.device) -> Tensor:
@@ -198,7 +209,7 @@ def flashinfer(world: World) -> list[Answer]:
     return [once(some) for some in world.rows]
 
 
-def _vllm_stand_ins(root: Path) -> None:
+def _vllm_stand_ins() -> None:
     class Mode(enum.IntEnum):
         NONE = 0
         FP8_PER_TENSOR = 1
@@ -230,7 +241,6 @@ def vllm(world: World) -> list[Answer]:
     """vLLM's unified Triton kernel, with room for its splits."""
     _no_trees(world)
     function = _import("vllm.v1.attention.ops.triton_unified_attention", _vllm_stand_ins).unified_attention
-    known = set(inspect.signature(function).parameters)
     keys, values = _apart(world)
     shape, device = world.shape, world.device
     threshold = LEAST_GRID // shape.kv_heads
@@ -263,18 +273,12 @@ def vllm(world: World) -> list[Answer]:
             "softmax_segm_max": torch.empty(room, device=device),
             "softmax_segm_expsum": torch.empty(room, device=device),
         }
-        chosen = {name: value for name, value in arguments.items() if name in known}
-
-        def answer() -> Tensor:
-            function(**chosen)
-            return out
-
-        return answer
+        return _answer(function, out, arguments)
 
     return [once(some) for some in world.rows]
 
 
-def _sglang_stand_ins(root: Path) -> None:
+def _sglang_stand_ins() -> None:
     members = {name: (lambda: False) for name in ("is_hip", "is_xpu", "is_npu", "is_cpu", "is_musa", "is_gfx95_supported")}
     _invented("sglang.srt.utils", is_cuda=lambda: True, **members)
 
@@ -289,7 +293,6 @@ def sglang(world: World) -> list[Answer]:
         raise Missing("its decode kernel has one query a row")
     function = _import("sglang.srt.layers.attention.triton_ops.decode_attention", _sglang_stand_ins).decode_attention_fwd
     shape, device, size = world.shape, world.device, world.shape.page_size
-    known = set(inspect.signature(function).parameters)
     keys, values = (part.view(-1, shape.kv_heads, shape.size) for part in _apart(world))
 
     def once(some: Sequence[Row]) -> Answer:
@@ -310,13 +313,7 @@ def sglang(world: World) -> list[Answer]:
             "k_scale": 1.0,
             "v_scale": 1.0,
         }
-        chosen = {name: value for name, value in arguments.items() if name in known}
-
-        def answer() -> Tensor:
-            function(**chosen)
-            return out
-
-        return answer
+        return _answer(function, out, arguments)
 
     return [once(some) for some in world.rows]
 

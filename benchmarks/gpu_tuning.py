@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from penstock.benchmarks.gpu_attention import even_rows, world_of
+from penstock.benchmarks.gpu_attention import calls_of, even_rows, world_of
 from penstock.benchmarks.gpu_measure import Bench, Call, replaced
 from penstock.benchmarks.gpu_report import Line, failed
-from penstock.benchmarks.gpu_worlds import World, tree
+from penstock.benchmarks.gpu_worlds import tree
 from penstock.kernels import (
     codes,
     dispatch,
@@ -79,13 +79,9 @@ def _compare(bench: Bench, what: str, where: str, usual: float, calls: Callable[
     bench.add(Line(section=SECTION, what=what, timing=took, ratio=took.seconds / usual, against="of what is in use", note=note))
 
 
-def _attending(made: World) -> list[Call]:
-    return [partial(made.attend, plan) for plan in made.plans()]
-
-
 def _tiles(bench: Bench, what: str, kind: int, tried: Sequence[tuple[int, int, int, int]], rows: Sequence[Row]) -> None:
     made, honest = world_of(bench, rows), paged_attention.tiles_of
-    usual = bench.time(_attending(made)).seconds
+    usual = bench.time(calls_of(made)).seconds
 
     def tiles_of(tile: Tile, *shape: Any) -> tuple[Tile, ...]:
         tiles = list(honest(*shape))
@@ -98,15 +94,15 @@ def _tiles(bench: Bench, what: str, kind: int, tried: Sequence[tuple[int, int, i
             replaced(paged_attention, "tiles_of", partial(tiles_of, tile)),
             replaced(paged_attention, "decode_tiles", lambda *shape, tile=tile: (tile,)),
         ):
-            _compare(bench, f"{what}: tile of {one}", TILES, usual, lambda: _attending(made))
+            _compare(bench, f"{what}: tile of {one}", TILES, usual, lambda: calls_of(made))
 
 
 def _cuts(bench: Bench, count: int, tokens: int) -> None:
     made = world_of(bench, even_rows(bench, count, tokens))
-    usual = bench.time(_attending(made)).seconds
+    usual = bench.time(calls_of(made)).seconds
     for items in ITEMS[:1] if bench.tiny else ITEMS:
         with replaced(work_list, "ITEMS_PER_PROCESSOR", items):
-            _compare(bench, f"{count} x {tokens}: {items} items for a processor", CUTS, usual, lambda: _attending(made))
+            _compare(bench, f"{count} x {tokens}: {items} items for a processor", CUTS, usual, lambda: calls_of(made))
 
 
 def _products(bench: Bench, name: str) -> None:

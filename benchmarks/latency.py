@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from penstock.benchmarks.server import serving
-from penstock.benchmarks.streams import VOCABULARY, Answer, Client, client, forever, prompt, running
+from penstock.benchmarks.streams import Answer, client, forever, prompt, running
 
 CONTEXT = 2048  # of the demo model
 GOAL = 2.0  # p99 of the gaps, in targets
@@ -45,24 +45,16 @@ async def measure(port: int, streams: int, seconds: float, seed: int) -> tuple[G
     dice = random.Random(seed)
     async with client(port) as asked:
         answers: list[Answer] = []
-        async with running(forever(asked, dice, SHORT, CONTEXT - SHORT, VOCABULARY, answers) for _ in range(streams)):
+        async with running(forever(asked, dice, SHORT, CONTEXT - SHORT, answers) for _ in range(streams)):
             await asyncio.sleep(1)
-            alone = await _stretch(answers, seconds)
+            began = time.perf_counter()
+            await asyncio.sleep(seconds)
+            alone = Gaps(answers, began, time.perf_counter())
             began, ttfts = time.perf_counter(), []
             while time.perf_counter() < began + 2 * seconds:
-                ttfts.append((await _long(asked, dice)).ttft)
+                ttfts.append((await asked.ask(prompt(dice, CONTEXT - 4), 4)).ttft)
             crowded = Gaps(answers, began, time.perf_counter())
     return alone, crowded, ttfts
-
-
-async def _stretch(answers: list[Answer], seconds: float) -> Gaps:
-    began = time.perf_counter()
-    await asyncio.sleep(seconds)
-    return Gaps(answers, began, time.perf_counter())
-
-
-async def _long(asked: Client, dice: random.Random) -> Answer:
-    return await asked.ask(prompt(dice, CONTEXT - 4, VOCABULARY), 4)
 
 
 def main() -> int:

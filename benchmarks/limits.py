@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -58,8 +59,7 @@ def measure() -> tuple[float, float, str]:
         return bandwidth, _best(lambda: library.peak(ROUNDS), ROUNDS * library.flops_per_round()), "compiled loops"
 
 
-def _best(work: object, amount: float) -> float:
-    assert callable(work)
+def _best(work: Callable[[], object], amount: float) -> float:
     times = []
     for _ in range(REPEATS):
         began = time.process_time()

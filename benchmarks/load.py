@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.benchmarks.server import serving, tree_cpu
-from penstock.benchmarks.streams import VOCABULARY, Answer, Client, client, forever, prompt, running
+from penstock.benchmarks.streams import Answer, Client, client, forever, prompt, running
 
 LOAD, GOAL = 0.8, 0.95
 
@@ -49,7 +49,7 @@ class Open:
 async def saturation(asked: Client, shape: Shape, clients: int, seconds: float, dice: random.Random) -> float:
     """Tokens a second."""
     answers: list[Answer] = []
-    async with running(forever(asked, dice, shape.prompt, shape.new, VOCABULARY, answers) for _ in range(clients)):
+    async with running(forever(asked, dice, shape.prompt, shape.new, answers) for _ in range(clients)):
         await asyncio.sleep(seconds / 4)  # until the batch is full, and its requests are out of phase
         began = time.perf_counter()
         await asyncio.sleep(seconds)
@@ -65,7 +65,7 @@ async def open_loop(asked: Client, shape: Shape, rate: float, seconds: float, di
     while arrival < start + 1.25 * seconds:
         arrival += dice.expovariate(rate)
         await asyncio.sleep(max(0.0, arrival - time.perf_counter()))
-        tasks.append(asyncio.create_task(asked.ask(prompt(dice, shape.prompt, VOCABULARY), shape.new)))
+        tasks.append(asyncio.create_task(asked.ask(prompt(dice, shape.prompt), shape.new)))
         if not began and arrival > start + seconds / 4:
             before, used, began = await _steps(asked), tree_cpu(pid), time.perf_counter()
     after, used, ended = await _steps(asked), tree_cpu(pid) - used, time.perf_counter()
@@ -91,7 +91,7 @@ async def static(asked: Client, shape: Shape, rows: float, seconds: float, dice:
         rounds: list[float] = []
         began, used = time.perf_counter(), tree_cpu(pid)
         while size and (time.perf_counter() < began + seconds / 2 or len(rounds) < 3):
-            prompts = [prompt(dice, shape.prompt, VOCABULARY) for _ in range(size)]
+            prompts = [prompt(dice, shape.prompt) for _ in range(size)]
             first = time.perf_counter()
             await asyncio.gather(*(asked.ask(tokens, shape.new) for tokens in prompts))
             rounds.append(size * shape.new / (time.perf_counter() - first))

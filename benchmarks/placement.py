@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.router.placement import Placement
+from penstock.router.placement import Placed, Placement
 
 PAGE = 16
 PAGES = 20_000  # of a replica: 320,000 tokens, as an 8 B model has in 40 GB
@@ -108,36 +108,28 @@ class Found:
     costs: list[float] = field(default_factory=list)  # us of CPU
 
 
-Choose = Callable[[Placement, Asked, int, random.Random], str]
+Choose = Callable[[Placement, Asked, int, random.Random], Placed | None]
 
 
-def ours(placement: Placement, asked: Asked, work: int, dice: random.Random) -> str:
+def ours(placement: Placement, asked: Asked, work: int, dice: random.Random) -> Placed | None:
     """By prefix and load."""
-    placed = placement.place(asked.prompt, work)
-    assert placed is not None
-    return placed.name
+    return placement.place(asked.prompt, work)
 
 
-def sticky(placement: Placement, asked: Asked, work: int, dice: random.Random) -> str:
+def sticky(placement: Placement, asked: Asked, work: int, dice: random.Random) -> Placed | None:
     """By session, too."""
-    placed = placement.place(asked.prompt, work, session=asked.session)
-    assert placed is not None
-    return placed.name
+    return placement.place(asked.prompt, work, session=asked.session)
 
 
-def least(placement: Placement, asked: Asked, work: int, dice: random.Random) -> str:
+def least(placement: Placement, asked: Asked, work: int, dice: random.Random) -> Placed | None:
     """The least loaded: placement without a prompt."""
-    placed = placement.place((), work)
-    assert placed is not None
-    return placed.name
+    return placement.place((), work)
 
 
-def anyone(placement: Placement, asked: Asked, work: int, dice: random.Random) -> str:
+def anyone(placement: Placement, asked: Asked, work: int, dice: random.Random) -> Placed | None:
     """At random."""
     name = dice.choice(placement.names)
-    placed = placement.place((), work, fits=lambda other: other == name)
-    assert placed is not None
-    return name
+    return placement.place((), work, fits=lambda other: other == name)
 
 
 POLICIES: dict[str, Choose] = {"random": anyone, "least loaded": least, "prefix": ours, "prefix and session": sticky}
@@ -164,8 +156,10 @@ def run(choose: Choose, trace: Trace, replicas: int, requests: int) -> Found:
         work = len(asked.prompt) + asked.answer
         max(asked.prompt)  # brings the tokens into the CPU's cache, as validation does right before
         began = time.process_time()
-        replica = int(choose(placement, asked, work, dice))
+        placed = choose(placement, asked, work, dice)
         cost = time.process_time() - began
+        assert placed is not None
+        replica = int(placed.name)
         loads[replica] += work
         hit = caches[replica].use(asked.prompt)
         seconds = (len(asked.prompt) - hit) / PROMPT_SPEED + asked.answer / DECODE_SPEED

@@ -23,7 +23,8 @@ from penstock.simulator.trace import Workload
 
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 MACHINE = MACHINES["8b-h200"]
-AMPLE, SCARCE = MACHINE.pages, 1200  # pages
+PAGE = 16  # tokens
+AMPLE, SCARCE = MACHINE.tokens // PAGE, 1200  # pages
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ SCARCE_CHOICES = {
 def run(scene: Scene, choice: Choice) -> Measures:
     """One policy on one workload."""
     bounds = Bounds(
-        pages=scene.pages, page_size=16, step_tokens=MACHINE.step_tokens, sequences=256, headroom=choice.headroom
+        pages=scene.pages, page_size=PAGE, step_tokens=MACHINE.step_tokens, sequences=256, headroom=choice.headroom
     )  # fmt: skip
     setting = Setting(
         speed=MACHINE.speed,

@@ -14,7 +14,7 @@ import sys
 import time
 
 from penstock.benchmarks.server import serving
-from penstock.benchmarks.streams import VOCABULARY, Answer, Client, client, prompt, running
+from penstock.benchmarks.streams import Answer, Client, client, prompt, running
 from penstock.launcher.machine import cores
 
 SYSTEM, OWN, NEW = 256, 32, 64  # tokens of system prompts, of what users add, of answers
@@ -26,14 +26,14 @@ async def user(asked: Client, dice: random.Random, systems: list[list[int]], ans
     while True:
         answer = Answer(time.perf_counter())
         answers.append(answer)
-        await asked.ask(dice.choice(systems) + prompt(dice, OWN, VOCABULARY), NEW, answer)
+        await asked.ask(dice.choice(systems) + prompt(dice, OWN), NEW, answer)
 
 
 async def measure(port: int, replicas: int, streams: int, seconds: float) -> tuple[float, float, float]:
     """Tokens a second, the share of prompt tokens that were cached, the largest share of requests of a replica relative to the
     mean."""
     dice = random.Random(1)
-    systems = [prompt(dice, SYSTEM, VOCABULARY) for _ in range(10)]
+    systems = [prompt(dice, SYSTEM) for _ in range(10)]
     async with client(port) as asked:
         while (await asked.metrics())["penstock_replicas_ready"] < replicas:  # noqa: ASYNC110
             await asyncio.sleep(0.1)

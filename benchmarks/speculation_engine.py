@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import eq
 from pathlib import Path
 
 import torch
@@ -120,7 +121,9 @@ def oracle(engine: Engine, new: int, rounds: int) -> None:
         for draw in range(DRAWS):
             by(engine, Oracle(said, ACCEPTED, turn * DRAWS + draw))
             drafted = decode(engine, asked, new, DRAFTS)
-            assert drafted.tokens == plain.tokens or near(drafted.tokens, plain.tokens)
+            same = sum(map(eq, drafted.tokens[0], plain.tokens[0]))
+            if same < new:  # several tokens in a forward round differently than one: nearly equal logits may fall either way
+                print(f"({same} of {new} tokens are the same: near ties fell otherwise)")
             speeds.append(drafted.speed)
         gains.append(statistics.harmonic_mean(speeds) / plain.speed)
         prices.append(price)
@@ -132,13 +135,6 @@ def oracle(engine: Engine, new: int, rounds: int) -> None:
         f"that, goal {ORACLE_GOAL}: {verdict}",
         flush=True,
     )
-
-
-def near(one: list[list[int]], other: list[list[int]]) -> bool:
-    """Several tokens in a forward round differently than one: nearly equal logits may fall either way."""
-    same = sum(a == b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
-    print(f"({same} of {sum(map(len, other))} tokens are the same: near ties fell otherwise)")
-    return True
 
 
 def loops(text: list[int]) -> bool:

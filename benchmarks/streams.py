@@ -30,11 +30,6 @@ class Answer:
         """Seconds until the first token."""
         return self.moments[0] - self.began
 
-    @property
-    def seconds(self) -> float:
-        """Seconds until the last token."""
-        return self.moments[-1] - self.began
-
     def gaps(self, first: float = 0.0, last: float = float("inf")) -> list[float]:
         """Seconds between tokens, of those that came between two times."""
         pairs = pairwise(self.moments)
@@ -98,13 +93,13 @@ async def running(coroutines: Iterable[Coroutine[Any, Any, None]]) -> AsyncItera
             await task
 
 
-def prompt(dice: random.Random, tokens: int, vocabulary: int) -> list[int]:
+def prompt(dice: random.Random, tokens: int, vocabulary: int = VOCABULARY) -> list[int]:
     """A random prompt, which is in no cache."""
     return [dice.randrange(3, vocabulary) for _ in range(tokens)]
 
 
-async def forever(asked: Client, dice: random.Random, tokens: int, new: int, vocabulary: int, answers: list[Answer]) -> None:
+async def forever(asked: Client, dice: random.Random, tokens: int, new: int, answers: list[Answer]) -> None:
     """One request after the other, until it is cancelled. The last of `answers` is not complete."""
     while True:
         answers.append(Answer(time.perf_counter()))
-        await asked.ask(prompt(dice, tokens, vocabulary), new, answers[-1])
+        await asked.ask(prompt(dice, tokens), new, answers[-1])

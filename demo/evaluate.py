@@ -111,6 +111,10 @@ class Score(NamedTuple):
         """The answers that are wrong."""
         return [each for each in self.given if not each.right]
 
+    def __str__(self) -> str:
+        right, agreement = self.right / len(self.given), self.agreed / self.tokens
+        return f"{right:6.1%} right, draft agrees on {agreement:6.1%} of {self.tokens} tokens"
+
 
 def score(
     target: LlamaForCausalLM,
@@ -145,23 +149,17 @@ def main() -> int:
     target, draft = load_model(options.folder / "model"), load_model(options.folder / "draft")
     plain, head = eagle.load_target(options.folder / "model"), eagle.load(options.folder / "eagle")
     tokenizer = load_tokenizer(options.folder / "model")
-    right = answers = agreed_tokens = tokens = 0
-    drafted = eagle.Tally()
+    total, drafted = Score([], 0), eagle.Tally()
     for kind in options.kinds:
         started = time.monotonic()
         result = score(target, draft, tokenizer, list(islice(questions(options.seed, kind), options.questions)))
         tally = reduce(eagle.Tally.plus, (eagle.tally(plain, head, each.prompt, each.reply) for each in result.given))
-        right, answers, drafted = right + result.right, answers + len(result.given), drafted.plus(tally)
-        agreed_tokens, tokens = agreed_tokens + result.agreed, tokens + result.tokens
-        print(
-            f"{kind:>13}: {result.right / len(result.given):6.1%} right, draft agrees on "
-            f"{result.agreed / result.tokens:6.1%} of {result.tokens} tokens, {time.monotonic() - started:.0f} s; head: {tally}",
-            flush=True,
-        )
+        total, drafted = Score(total.given + result.given, total.agreed + result.agreed), drafted.plus(tally)
+        print(f"{kind:>13}: {result}, {time.monotonic() - started:.0f} s; head: {tally}", flush=True)
         for each in result.wrong[: options.show]:
             print(f"    {each.question.messages[-1]['content'][-100:]!r} -> {each.text!r}, not {each.question.answer!r}")
-    print(f"all: {right / answers:.1%} right, draft agrees on {agreed_tokens / tokens:.1%} of {tokens} tokens; head: {drafted}")
-    return 0 if right / answers >= LEAST_RIGHT and agreed_tokens / tokens >= LEAST_AGREEMENT else 1
+    print(f"{'all':>13}: {total}; head: {drafted}")
+    return int(total.right < LEAST_RIGHT * len(total.given) or total.agreed < LEAST_AGREEMENT * total.tokens)
 
 
 if __name__ == "__main__":

@@ -381,12 +381,11 @@ def main() -> None:
     print(f"{tokenizer.get_vocab_size()} tokens in the vocabulary", flush=True)
     if options.only != "draft":
         torch.manual_seed(options.seed)
-        model = Llama(target_dimensions(vocabulary))
+        model, lessons = Llama(target_dimensions(vocabulary)), conversations(options.seed)
         if options.resume:
-            lessons = chain(conversations(options.seed))
             load_model(model, options.resume)
         else:
-            lessons = chain(first_lessons(options.seed), conversations(options.seed))
+            lessons = chain(first_lessons(options.seed), lessons)
             relate_words(model, tokenizer)
         train(model, tokenizer, Plan(options.tokens, options.minutes, options.rate, lessons), options.out / "model")
     if options.only != "model":

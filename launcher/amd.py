@@ -12,10 +12,11 @@ from pathlib import Path
 
 from ..proto import process
 from ..proto.process import lines_of
+from .gpus import CUDA, Gpus
 
 DEVICES = Path("/dev")
 RUNTIME = "ROCR_VISIBLE_DEVICES"  # applied first; the GPUs that it leaves are numbered anew
-VISIBLE = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")  # the first that is set counts
+VISIBLE = ("HIP_VISIBLE_DEVICES", CUDA)  # the first that is set counts
 # Bytes of its own memory that a GPU must have. An integrated GPU counts what its firmware takes from the machine's memory, some
 # hundred MB unless somebody has set more.
 LEAST = 4 << 30
@@ -25,15 +26,6 @@ ACCESS = (
     "this user may not open {}, as AMD's GPUs need: join the group that owns it (render or video), or start the container with "
     "--device /dev/kfd --device /dev/dri"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """All GPUs that are to be used, in order: their indices for HIP_VISIBLE_DEVICES, and free bytes."""
-
-    numbers: tuple[str, ...] = ()
-    memory: tuple[int, ...] = ()
-    obstacle: str = ""  # why GPUs that are here cannot be used, with a remedy
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +46,7 @@ class _Gpu:
         return min(self.memory, total - used) if total else self.memory
 
 
-def find(environment: Mapping[str, str]) -> Found:
+def find(environment: Mapping[str, str]) -> Gpus:
     """The GPUs that the environment makes visible, in the order of the runtime, which is that of the driver's nodes."""
     there = [gpu for node in _nodes() if (gpu := _gpu(node))]
     usable = [gpu for gpu in there if os.access(gpu.device, os.R_OK | os.W_OK)]  # the runtime does not see others
@@ -63,12 +55,13 @@ def find(environment: Mapping[str, str]) -> Found:
     chosen = [gpu for gpu in _shown(shown, asked) if gpu.memory >= LEAST]
     if not chosen:
         denied = [gpu for gpu in there if gpu not in usable and gpu.memory >= LEAST]
-        return Found(obstacle=ACCESS.format(denied[0].device) if denied else "")
+        return Gpus(obstacle=ACCESS.format(denied[0].device) if denied else "")
     if not os.access(DEVICES / "kfd", os.R_OK | os.W_OK):
-        return Found(obstacle=ACCESS.format(DEVICES / "kfd"))
+        return Gpus(obstacle=ACCESS.format(DEVICES / "kfd"))
     if not _torch_has_rocm():
-        return Found(obstacle=BUILD)
-    return Found(tuple(str(shown.index(gpu)) for gpu in chosen), tuple(gpu.free for gpu in chosen))
+        return Gpus(obstacle=BUILD)
+    # By their numbers, since integrated GPUs between them are left out.
+    return Gpus(tuple(gpu.free for gpu in chosen), tuple(str(shown.index(gpu)) for gpu in chosen), VISIBLE[0])
 
 
 def _nodes() -> list[Path]:

@@ -65,7 +65,7 @@ def describe() -> str:
     found = machine.inspect()
     packages = ("penstock", "torch", "grpcio", "protobuf", "aiohttp", "tokenizers", "safetensors", "huggingface_hub")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
-    gpus = ", ".join(plan.size(free) for free in found.gpu_memory) or "none"
+    gpus = ", ".join(plan.size(free) for free in found.gpus.memory) or "none"
     return "\n".join(
         [
             f"Python {platform.python_version()}, {platform.platform()}, {platform.machine()}",

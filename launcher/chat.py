@@ -12,11 +12,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult
 
 from rich.console import Console
 from rich.markup import escape
@@ -24,7 +23,7 @@ from rich.markup import escape
 from .command_line import Parser
 from .errors import UsageError
 from .paths import expanded
-from .url import split
+from .url import connection, split
 
 DEFAULT_URL = "http://localhost:3000"
 CONNECT, ANSWER = 10.0, 600.0  # seconds: until connected, and between two events
@@ -128,14 +127,13 @@ class Server:
     """A client of the server at a URL."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        self._url = split(url, url)
+        self._url = split(url)
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self.base = url.rstrip("/").removesuffix("/v1")
+        self.base = self._url.geturl()
 
     def model(self) -> str:
         """The first model that the server lists; "" if it lists none. Raises Failed when nobody answers."""
-        connection, reply = self._ask("GET", "/v1/models")
-        with connection:
+        with self._ask("GET", "/v1/models") as reply:
             if reply.status in (401, 403):
                 raise Failed(_message(reply))
             with suppress(OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
@@ -144,8 +142,7 @@ class Server:
 
     def stream(self, body: dict[str, Any]) -> Iterator[StreamDelta]:
         """Streams an answer. Closing the iterator cancels it on the server, too. Raises Failed."""
-        connection, reply = self._ask("POST", "/v1/chat/completions", body)
-        with connection:
+        with self._ask("POST", "/v1/chat/completions", body) as reply:
             if reply.status != 200:
                 raise Failed(_message(reply))
             ended = False
@@ -160,34 +157,19 @@ class Server:
             if not ended:
                 raise Failed("the answer was cut off")
 
-    def _ask(self, method: str, route: str, body: dict[str, Any] | None = None) -> tuple["_Connection", http.client.HTTPResponse]:
-        connection = _Connection(self._url)
-        try:
-            reply = connection.ask(method, route, None if body is None else json.dumps(body).encode(), self._headers)
-        except (OSError, http.client.HTTPException) as error:
-            raise Failed(f"nobody answers at {self.base} ({error}): start `penstock serve`, or give another URL") from None
-        return connection, reply
-
-
-class _Connection:
-    """The HTTP connection of one request."""
-
-    def __init__(self, url: SplitResult) -> None:
-        kind = http.client.HTTPSConnection if url.scheme == "https" else http.client.HTTPConnection
-        self._connection = kind(url.hostname or "", url.port, timeout=CONNECT)
-        self._prefix = url.path.rstrip("/").removesuffix("/v1")
-
-    def ask(self, method: str, route: str, body: bytes | None, headers: dict[str, str]) -> http.client.HTTPResponse:
-        self._connection.connect()
-        self._connection.sock.settimeout(ANSWER)
-        self._connection.request(method, self._prefix + route, body, headers)
-        return self._connection.getresponse()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self._connection.close()
+    @contextmanager
+    def _ask(self, method: str, route: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+        """The response, whose connection is closed when the context ends. Raises Failed."""
+        with closing(connection(self._url, CONNECT)) as connected:
+            try:
+                connected.connect()
+                connected.sock.settimeout(ANSWER)
+                connected.request(method, self._url.path + route, None if body is None else json.dumps(body), self._headers)
+                reply = connected.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                why = getattr(error, "strerror", None) or error
+                raise Failed(f"nobody answers at {self.base} ({why}): start `penstock serve`, or give another URL") from None
+            yield reply
 
 
 def _piece(data: bytes) -> StreamDelta:
@@ -270,31 +252,33 @@ class Terminal:
 
     def _command(self, text: str) -> None:
         name, _, rest = text[1:].partition(" ")
-        do = {
-            "help": self._help,
-            "reset": self._reset,
-            "system": self._system,
-            "set": self._set,
-            "unset": self._unset,
-            "retry": self._retry,
-            "save": self._save,
-            "load": self._load,
-        }.get(name)
-        if do is None:
-            self._say(f"/{name} is no command; /help lists them. A question that begins with a slash needs a space before it")
-        else:
-            do(rest.strip())
-
-    def _help(self, rest: str) -> None:
-        self._say(HELP)
-
-    def _reset(self, rest: str) -> None:
-        self._conversation.messages.clear()
-        self._say("forgotten")
-
-    def _system(self, rest: str) -> None:
-        self._conversation.system = rest
-        self._say("the system prompt is set" if rest else "no system prompt")
+        rest = rest.strip()
+        match name:
+            case "help":
+                self._say(HELP)
+            case "reset":
+                self._conversation.messages.clear()
+                self._say("forgotten")
+            case "system":
+                self._conversation.system = rest
+                self._say("the system prompt is set" if rest else "no system prompt")
+            case "set":
+                self._set(rest)
+            case "unset":
+                known = rest in self._conversation.fields  # null is a value
+                self._conversation.fields.pop(rest, None)
+                self._say(f"{rest} is not sent any more" if known else f"{rest} was not set")
+            case "retry":
+                if self._conversation.back():
+                    self._answer()
+                else:
+                    self._say("nothing was asked yet")
+            case "save":
+                self._with_file(rest, self._conversation.save, "written to")
+            case "load":
+                self._with_file(rest, self._conversation.load, "going on with")
+            case _:
+                self._say(f"/{name} is no command; /help lists them. A question that begins with a slash needs a space before it")
 
     def _set(self, rest: str) -> None:
         name, _, value = rest.partition(" ")
@@ -304,23 +288,6 @@ class Terminal:
             self._say(f"/set {name} needs a value; /unset {name} takes it away")
             return
         self._say(", ".join(f"{key} {json.dumps(value)}" for key, value in self._conversation.fields.items()) or "nothing is set")
-
-    def _unset(self, rest: str) -> None:
-        known = rest in self._conversation.fields
-        self._conversation.fields.pop(rest, None)
-        self._say(f"{rest} is not sent any more" if known else f"{rest} was not set")
-
-    def _retry(self, rest: str) -> None:
-        if self._conversation.back():
-            self._answer()
-        else:
-            self._say("nothing was asked yet")
-
-    def _save(self, rest: str) -> None:
-        self._with_file(rest, self._conversation.save, "written to")
-
-    def _load(self, rest: str) -> None:
-        self._with_file(rest, self._conversation.load, "going on with")
 
     def _with_file(self, name: str, do: Callable[[Path], None], done: str) -> None:
         if not name:

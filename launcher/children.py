@@ -18,12 +18,10 @@ from .vision import BODY
 SECRETS = ("API_KEY", "ADMIN_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")  # no child needs them
 
 
-def router_config(
-    asked: Options, name: str, folder: Path, groups: Sequence[Sequence[str]], images: int = 0, hang_reports: str = ""
-) -> RouterConfig:
-    """The router's settings. Options and settings of the same name have the same value. groups: the rank addresses of each replica;
-    images: the most images of a request."""
-    addresses = tuple(tuple(ranks) for ranks in groups)
+def router_config(asked: Options, name: str, folder: Path, addresses: Sequence[Sequence[str]], images: int = 0) -> RouterConfig:
+    """The router's settings. Options and settings of the same name have the same value. addresses: of the ranks of each group that
+    is started here; images: the most images of a request."""
+    groups = (*map(tuple, addresses), *asked.remote_replicas)
     fields = {field.name for field in dataclasses.fields(RouterConfig)} & set(options.FIELDS)
     given = {field: value for field in fields if (value := getattr(asked, field)) is not None}
     given["speculate"] = asked.speculation.most
@@ -32,7 +30,7 @@ def router_config(
         given["payload_limit"] = BODY
     given["adapters"] = tuple(adapters.sources(asked, name))
     keys = option_types.keys_of(asked.api_key)
-    return RouterConfig(folder=str(folder), model=name, groups=addresses, hang_reports=hang_reports, api_keys=keys, **given)
+    return RouterConfig(folder=str(folder), model=name, groups=groups, api_keys=keys, **given)
 
 
 def shard_configs(
@@ -63,9 +61,8 @@ def shard_configs(
             batch_invariant=asked.batch_invariant,
             load_format=asked.load_format,
             page_size=asked.page_size,
-            longest=asked.max_total_tokens
-            if planned.shape.rope.kind == "longrope"
-            else 0,  # unused by other models: nodes may differ in it
+            # Other models ignore it, and nodes may differ in it.
+            longest=asked.max_total_tokens if planned.shape.rope.kind == "longrope" else 0,
             kv_pages=asked.pool_pages,
             kv_offload_gib=asked.kv_offload_gib,
             prefix_caching=asked.prefix_caching == "on",

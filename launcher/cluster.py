@@ -18,6 +18,7 @@ from . import plan, roofline
 from .adapters import Adapter
 from .checkpoint import Checkpoint
 from .errors import UsageError
+from .gpus import Gpus
 from .machine import Machine
 from .options import Options
 from .plan import Plan, size
@@ -82,7 +83,6 @@ class Layout:
     plan: Plan
     nodes: int
     replicas: int
-    most: int  # sequences that a replica runs at once, however short they are
 
     @property
     def group(self) -> Group:
@@ -94,7 +94,7 @@ class Layout:
 
     def room(self, context: int) -> int:
         """The number of sequences of that length that a replica runs at once."""
-        return min(self.most, self.plan.pages // -(-context // self.plan.page_size))
+        return min(self.plan.sequences, self.plan.pages // -(-context // self.plan.page_size))
 
 
 def parse(text: str) -> Cluster:
@@ -180,16 +180,11 @@ def _layout(
     options: Options, model: Checkpoint, cluster: Cluster, ranks: int, draft: Checkpoint | None, loras: Sequence[Adapter]
 ) -> Layout:
     free = int(cluster.accelerator.memory)
-    machine = Machine(cores=ranks, memory=free, fast_bfloat16=True, gpu_memory=(free,) * ranks)
+    machine = Machine(cores=ranks, memory=free, fast_bfloat16=True, gpus=Gpus((free,) * ranks))
     asked = dataclasses.replace(options, device="cuda", num_shard=ranks, sharded=None, nnodes=1)
     nodes = max(1, ranks // cluster.gpus)
-    own = plan.divide(asked, model, machine, draft, loras)
-    return Layout(
-        plan=own,
-        nodes=nodes,
-        replicas=cluster.nodes // nodes * (cluster.gpus // ranks or 1),
-        most=own.sequences,
-    )
+    replicas = cluster.nodes // nodes * (cluster.gpus // ranks or 1)
+    return Layout(plan=plan.divide(asked, model, machine, draft, loras), nodes=nodes, replicas=replicas)
 
 
 def served(layout: Layout, cluster: Cluster, context: int, target: float) -> tuple[int, float]:
@@ -310,8 +305,8 @@ def _best(layouts: Sequence[Layout], cluster: Cluster, context: int, target: flo
         f"best for latency     {_named(quick)}: {alone(quick) * 1e3:.2f} ms a token for one stream, context {context:,}",
         f"best for throughput  {_named(strong)}: {rate}, {seconds * 1e3:.1f} ms a token",
     ]
-    if strong.room(context) == strong.most:
-        lines.append(f"more than {strong.most} streams of a replica: raise --max-concurrent-requests")
+    if strong.room(context) == strong.plan.sequences:
+        lines.append(f"more than {strong.plan.sequences} streams of a replica: raise --max-concurrent-requests")
     return "\n".join(lines)
 
 

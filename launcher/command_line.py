@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import importlib.metadata
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -12,6 +13,8 @@ from . import option_types
 from .errors import UsageError
 from .options import BATCHING, CHATS, COMPUTE, FIELDS, HTTP, MODEL, NODES, REQUESTS, Options, check, flag
 from .tgi_flags import IGNORED, REFUSED
+
+LONGEST = 60  # characters of choices that stand where a value does: longer ones fit on no line
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,19 +27,19 @@ class Parser(argparse.ArgumentParser):
 
 
 class Joined(argparse.Action):
-    """The action of a flag that may be given several times: its values joined by semicolons."""
+    """The action of a flag that may be given several times: its values joined by `const`."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         """See argparse."""
         before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, values if before is None else f"{before};{values}")
+        setattr(namespace, self.dest, values if before is None else f"{before}{self.const}{values}")
 
 
 class Formatter(argparse.HelpFormatter):
-    """A help formatter wide enough that most flags take one line."""
+    """A help formatter that takes up to 118 columns, in which most flags fit on a line."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=118)
+        super().__init__(prog, max_help_position=36, width=min(118, shutil.get_terminal_size((120, 24)).columns - 2))
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
@@ -54,15 +57,18 @@ def add(parser: argparse.ArgumentParser) -> None:
         group = groups[details["group"]]
         names = [details["short"], flag(name)] if details["short"] else [flag(name)]
         default = "" if field.default in (0, "", None) else f" (default: {field.default})"
-        help = (details["help"] + default).replace("%", "%%")
-        if details["switch"]:
-            group.add_argument(*names, dest=name, action="store_const", const="true", help=help)
-            continue
-        action: type[argparse.Action] | str = Joined if details["kind"] is option_types.rank_groups else "store"
         metavar = (
             "{" + ",".join(details["choices"]) + "}" if details["choices"] else option_types.METAVARS.get(details["kind"], "TEXT")
         )
-        group.add_argument(*names, dest=name, metavar=metavar, help=help, action=action)
+        listed = ""
+        if len(metavar) > LONGEST:
+            metavar, listed = "NAME", f". One of {', '.join(details['choices'])}"
+        help = (details["help"] + listed + default).replace("%", "%%")
+        if details["switch"]:
+            group.add_argument(*names, dest=name, action="store_const", const="true", help=help)
+            continue
+        several: dict[str, Any] = {"action": Joined, "const": ";"} if details["kind"] is option_types.rank_groups else {}
+        group.add_argument(*names, dest=name, metavar=metavar, help=help, **several)
         if details["also"]:
             group.add_argument(flag(details["also"]), dest=details["also"], help=argparse.SUPPRESS)
 

@@ -87,9 +87,7 @@ class Leader(Part):
             return
         self._epoch += 1
         self._waiting, self._running = False, True
-        orders = {**self._meeting.orders.message(), "epoch": self._epoch}
-        for node in self._links:
-            self._tell(node, orders)
+        self._tell_all({**self._meeting.orders.message(), "epoch": self._epoch})
         for path, address in self._places():
             self._found.add(path)
             path.write_text(address, encoding="utf-8")
@@ -101,23 +99,20 @@ class Leader(Part):
         self._running = False
         for path in self._found:
             path.unlink(missing_ok=True)
-        for node in self._links:
-            self._tell(node, {"kind": "halt", "epoch": self._epoch})
+        self._tell_all({"kind": "halt", "epoch": self._epoch})
         return super().kill()
 
     def terminate(self) -> None:
         """See Part."""
         self._running, self._ending = False, True
-        for node in self._links:
-            self._tell(node, {"kind": "stop"})
+        self._tell_all({"kind": "stop"})
         super().terminate()
 
     def close(self, exit_code: int) -> None:
         """Returns when the other nodes have ended as well, or do not respond."""
         link.stop_listening(self._meeting.listening)
         text = f"node 0 ends with exit code {exit_code}: its log says why" if exit_code else "node 0 has stopped as it was asked to"
-        for node in self._links:
-            self._tell(node, {"kind": "end", "code": exit_code, "text": text})
+        self._tell_all({"kind": "end", "code": exit_code, "text": text})
         deadline = time.monotonic() + GRACE
         for reader in self._readers:
             reader.join(max(0.0, deadline - time.monotonic()))
@@ -154,7 +149,7 @@ class Leader(Part):
             self._links[hello.node].close()
         self._links[hello.node] = peer
         self._membership.enter(hello)
-        self._tell(hello.node, {"kind": "welcome"})
+        tell(peer, {"kind": "welcome"})
         console.info(f"{name} is there")
         return Failed(f"{name} has lost this node, and comes anew") if lost else self._again()
 
@@ -202,8 +197,9 @@ class Leader(Part):
             for number, port in enumerate(hello.ports)
         ]
 
-    def _tell(self, node: int, message: Message) -> None:
-        tell(self._links[node], message)
+    def _tell_all(self, message: Message) -> None:
+        for peer in self._links.values():
+            tell(peer, message)
 
     def _expect(self) -> None:
         timer = threading.Timer(self._meeting.timeout, self._put_here, [Late(self._epoch)])

@@ -10,13 +10,14 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..proto import process
 from ..proto.process import available_memory, control_groups, lines_of
 from . import amd, nvidia
 from .errors import UsageError
+from .gpus import Gpus
 
 FIRST_PORT = 10240  # lowest port that is chosen; well-known services have lower ones
 SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -25,38 +26,32 @@ FILES = 128  # open files beside connections: the router's may be 100; eight sha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """The resources of this machine, in bytes. `gpu_memory` is the free memory of each GPU; () where there is none."""
+    """The resources of this machine, in bytes."""
 
     cores: int  # physical cores that this process may use
     memory: int  # that can be taken without swapping
     fast_bfloat16: bool  # the CPU multiplies bfloat16 in hardware
     packs_bfloat16: bool = False  # oneDNN multiplies bfloat16 by AVX-512, for which it repacks matrices, too
-    gpu_memory: tuple[int, ...] = ()
-    amd: tuple[str, ...] = ()  # the index of each GPU if they are AMD's, see `amd.Found`
-    nvidia: tuple[str, ...] = ()  # the UUID of each GPU if they are NVIDIA's and others are visible, see `nvidia.Found`
-    obstacle: str = ""  # why GPUs that are here cannot be used, with a remedy
+    gpus: Gpus = field(default_factory=Gpus)
 
     def share(self, parts: int, gpus: int) -> "Machine":
         """The resources of each of `parts` equal parts at least, with `gpus` GPUs each, in their order."""
-        taken = self.gpu_memory[: parts * gpus]
+        taken = self.gpus.memory[: parts * gpus]
         least = tuple(min(taken[place::gpus]) for place in range(gpus)) if taken else ()
-        return replace(self, cores=max(1, self.cores // parts), memory=self.memory // parts, gpu_memory=least)
+        own = replace(self.gpus, memory=least)
+        return replace(self, cores=max(1, self.cores // parts), memory=self.memory // parts, gpus=own)
 
 
 def inspect() -> Machine:
     flags = _cpu_flags()
     of_amd = amd.find(os.environ)
-    of_nvidia = nvidia.Found() if of_amd.memory else nvidia.find(os.environ)
-    gpu_memory = of_amd.memory or of_nvidia.memory
+    gpus = of_amd if of_amd.memory else nvidia.find(os.environ)
     return Machine(
         cores=cores(),
         memory=available_memory(),
         fast_bfloat16=not flags.isdisjoint({"avx512_bf16", "amx_bf16"}),
         packs_bfloat16=flags >= {"avx512vl", "avx512bw", "avx512dq"},
-        gpu_memory=gpu_memory,
-        amd=of_amd.numbers,
-        nvidia=of_nvidia.uuids,
-        obstacle="" if gpu_memory else of_amd.obstacle or of_nvidia.obstacle,
+        gpus=gpus if gpus.memory or not of_amd.obstacle else of_amd,
     )
 
 

@@ -27,12 +27,15 @@ class Found:
     port: tuple[str, int]
 
 
+ALONE = Found(("", 1), ("", 0), ("", ""), ("default", SHARD.master_port))  # nothing says that there are several nodes
+
+
 def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
     """The options with `nnodes`, `node_rank`, `master_addr` and `master_port` decided, and, with several nodes, a line for the
     operator that says where each was taken from. Raises UsageError."""
     environment = stripped(environment)
-    found = _torchrun(environment) or _slurm(environment) or _leader_worker_set(environment)
-    nodes = asked.nnodes or (found.nodes[1] if found else 1)
+    found = _torchrun(environment) or _slurm(environment) or _leader_worker_set(environment) or ALONE
+    nodes = asked.nnodes or found.nodes[1]
     port = _free_of_agent(asked.master_port, environment)
     if nodes == 1:
         if asked.node_rank:
@@ -41,17 +44,17 @@ def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
     rank, rank_from = _rank(asked, environment, found)
     if rank >= nodes:
         raise UsageError(f"{rank_from} says node {rank}, but nodes are counted from 0 and there are {nodes}")
-    address = asked.master_addr or (found.address[1] if found else "")
+    address = asked.master_addr or found.address[1]
     if not address:
         raise UsageError(f"--nnodes {nodes} needs --master-addr, the address of node 0, on each of them")
-    port = port or (found.port[1] if found else SHARD.master_port)
+    port = port or found.port[1]
     sources = [
-        _source("nnodes", asked.nnodes, environment, found.nodes[0] if found else ""),
+        _source("nnodes", asked.nnodes, environment, found.nodes[0]),
         rank_from,
-        _source("master_addr", asked.master_addr, environment, found.address[0] if found else ""),
+        _source("master_addr", asked.master_addr, environment, found.address[0]),
         "MASTER_PORT + 1, as torchrun holds that one"
         if port == asked.master_port + 1
-        else _source("master_port", asked.master_port, environment, found.port[0] if found else "default"),
+        else _source("master_port", asked.master_port, environment, found.port[0]),
     ]
     line = f"node {rank} of {nodes}, node 0 is at {link.joined(address, port)}"
     names = ("nodes", "rank", "address", "port")
@@ -59,13 +62,13 @@ def settle(asked: Options, environment: Environment) -> tuple[Options, str]:
     return check(dataclasses.replace(asked, nnodes=nodes, node_rank=rank, master_addr=address, master_port=port)), description
 
 
-def _rank(asked: Options, environment: Environment, found: Found | None) -> tuple[int, str]:
+def _rank(asked: Options, environment: Environment, found: Found) -> tuple[int, str]:
     """The node's rank, and where it was found."""
     if asked.node_rank is not None:
         return asked.node_rank, "--node-rank"
     if environment.get("NODE_RANK"):
         return _number(environment, "NODE_RANK"), "NODE_RANK"
-    if found is None:
+    if found is ALONE:
         raise UsageError(f"--nnodes {asked.nnodes} needs --node-rank, a number from 0 of its own on each of them")
     return found.node[1], found.node[0]
 

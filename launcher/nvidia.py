@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ..proto.process import available_memory
 from .errors import UsageError
+from .gpus import CUDA, Gpus
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICES = Path("/dev")  # GPUs that a container was given are here, those of its host in /proc
 PATIENCE = 20  # seconds until nvidia-smi must have answered; with a hung driver it waits for ever
 WORDS = 300  # characters of what nvidia-smi says that are quoted
@@ -29,15 +29,6 @@ NO_TOOL = (
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Free bytes of all GPUs that are to be used, in order."""
-
-    memory: tuple[int, ...] = ()
-    uuids: tuple[str, ...] = ()  # of these, where others are visible, too: by numbers a process would find those
-    obstacle: str = ""  # why GPUs that are here cannot be used, with a remedy
-
-
-@dataclass(frozen=True, slots=True)
 class _Gpu:
     number: str
     uuid: str
@@ -48,31 +39,30 @@ class _Gpu:
         return name == self.number or (name != "" and self.uuid.startswith(name))
 
 
-def find(environment: Mapping[str, str]) -> Found:
+def find(environment: Mapping[str, str]) -> Gpus:
     """The GPUs that the environment makes visible."""
-    visible = environment.get(VISIBLE)
+    visible = environment.get(CUDA)
     if visible is not None and visible.strip() in ("", "-1"):
-        return Found()
+        return Gpus()
     if not shutil.which("nvidia-smi"):
-        return Found(obstacle=_unlisted(NO_TOOL))
+        return Gpus(obstacle=_unlisted(NO_TOOL))
     there, words = _gpus()
     shown = _shown(there, visible)
     if len({gpu.uuid for gpu in shown}) < len(shown):
-        return Found(obstacle=f"{VISIBLE}={visible} names a GPU twice, and CUDA then shows none at all: name each once")
+        return Gpus(obstacle=f"{CUDA}={visible} names a GPU twice, and CUDA then shows none at all: name each once")
     usable = [gpu for gpu in shown if gpu.memory]
     if usable:
         all_seen = len(usable) == len(there if visible is None else shown) and not words
-        return Found(tuple(gpu.memory for gpu in usable), () if all_seen else tuple(gpu.uuid for gpu in usable))
+        names = () if all_seen else tuple(gpu.uuid for gpu in usable)  # by numbers a process would find the others, too
+        return Gpus(tuple(gpu.memory for gpu in usable), names)
     if not there:
-        return Found(
+        return Gpus(
             obstacle=_unlisted(f"nvidia-smi can't list it ({words or 'it says nothing'}): mend its driver, or restart the machine")
         )
     if not shown:
-        names = ", ".join(f"{gpu.number} {gpu.uuid}" for gpu in there)
-        return Found(
-            obstacle=f"{VISIBLE}={visible} names first what nvidia-smi does not list ({names}): correct it, or leave it out"
-        )
-    return Found(obstacle=f"nvidia-smi tells no free memory of {shown[0].uuid}: reset it, or its driver")
+        listed = ", ".join(f"{gpu.number} {gpu.uuid}" for gpu in there)
+        return Gpus(obstacle=f"{CUDA}={visible} names first what nvidia-smi does not list ({listed}): correct it, or leave it out")
+    return Gpus(obstacle=f"nvidia-smi tells no free memory of {shown[0].uuid}: reset it, or its driver")
 
 
 def _unlisted(why: str) -> str:

@@ -529,13 +529,12 @@ class Options:
 
 
 PAUSING = ("max_waiting_tokens", "waiting_served_ratio")  # settings that only --prefill-policy pause reads
-SHARDS = (  # settings that only shards read, and so only launchers that start shards
-    *("load_format", "dtype", "quantize", "prefix_caching", "page_size", "kv_pages", "max_batch_total_tokens", "kv_cache_dtype"),
-    "kv_offload_gib",
-    "max_lora_rank",
-    *("cuda_memory_fraction", "device", "cuda_graphs", "overlap", "penstock_kernels", "num_shard", "threads", "shard_uds_path"),
-)
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
+# Settings that only shards read, and so only launchers that start shards: some by other names, and none of several nodes', which
+# always have shards.
+RENAMED = {"cuda_memory_fraction", "max_batch_total_tokens", "num_shard", "penstock_kernels", "shard_uds_path"}
+READ = dataclasses.asdict(SHARD).keys() - dataclasses.asdict(ROUTER).keys() - {"master_addr", "master_port"} | RENAMED
+SHARDS = [name for name in FIELDS if name in READ]
 
 
 def flag(name: str) -> str:
@@ -554,8 +553,7 @@ def check(options: Options) -> Options:
             f"--payload-limit {options.payload_limit} is more than all bodies together may have: raise --payload-limit-total "
             f"{options.payload_limit_total}, or a body of that size is told to come again for ever"
         )
-    by_tokens = dataclasses.replace(options, kv_pages=0).pool_pages
-    if options.kv_pages and by_tokens and options.kv_pages != by_tokens:
+    if options.max_batch_total_tokens and options.kv_pages not in (0, max(1, options.max_batch_total_tokens // options.page_size)):
         raise UsageError(
             f"--kv-pages {options.kv_pages} of {options.page_size} tokens and --max-batch-total-tokens "
             f"{options.max_batch_total_tokens} both say how large the pool is: set one of them"

@@ -95,7 +95,6 @@ class Part:
         self.due: float | None = None  # when it is to be restarted
         self.attempt = 0  # number of the current watching thread
         self.hopeless = False  # it is not restarted
-        self.limit = limit
         self.restarts = Restarts(limit)
         self._commands = commands
         self._leftovers = leftovers

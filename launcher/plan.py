@@ -16,6 +16,7 @@ from .adapters import Adapter
 from .checkpoint import ITEM_BYTES as STORED
 from .checkpoint import Checkpoint
 from .errors import UsageError
+from .gpus import Gpus
 from .machine import Machine
 from .options import SHARD, Options
 from .vision import Vision
@@ -36,8 +37,7 @@ class Plan:
     shape: Shape
     checkpoint: Checkpoint
     device: str
-    amd: tuple[str, ...] = ()  # AMD GPUs by name, see `Machine`
-    nvidia: tuple[str, ...] = ()  # likewise NVIDIA's
+    gpus: Gpus = field(default_factory=Gpus)  # of this machine, for all groups of ranks; none where `device` is the CPU
     unused: str = ""  # why GPUs of this machine are not used; "" if they are, or if the operator wants it so
     ranks: int
     local_ranks: int  # on this machine
@@ -102,7 +102,7 @@ def divide(
     small = draft_shape(draft.config, form, own=draft is model) if draft else None
     draft_bytes = small.weight_bytes(1, item, device, dtype, packed) + borrowed_elements(small, form, ranks) * item if small else 0
     draft_token = (small.kv_elements(1) + small.feature_elements) * item if small else 0
-    total = min(machine.gpu_memory[:local]) if device == "cuda" else machine.memory // local
+    total = min(machine.gpus.memory[:local]) if device == "cuda" else machine.memory // local
     usable = int(total * options.cuda_memory_fraction)
     graphs = _graphs(options, form, small) if device == "cuda" else 0
     left = usable - graphs * graph_sizes.GRAPH_BYTES
@@ -121,9 +121,8 @@ def divide(
         shape=form,
         checkpoint=model,
         device=device,
-        amd=machine.amd if device == "cuda" else (),
-        nvidia=machine.nvidia if device == "cuda" else (),
-        unused=machine.obstacle if options.device == "auto" else "",
+        gpus=machine.gpus if device == "cuda" else Gpus(),
+        unused=machine.gpus.obstacle if options.device == "auto" else "",
         ranks=ranks,
         replicas=options.local_replicas,
         local_ranks=local,
@@ -195,16 +194,16 @@ def _graphs(options: Options, form: Shape, draft: DraftShape | None) -> int:
 
 
 def _device(options: Options, machine: Machine) -> str:
-    if options.device == "cuda" and not machine.gpu_memory:
+    if options.device == "cuda" and not machine.gpus.memory:
         none = "nvidia-smi shows no GPU here (or CUDA_VISIBLE_DEVICES hides it), and the kernel none of AMD's"
-        raise UsageError(f"--device cuda, but {machine.obstacle or none}; or use --device cpu")
+        raise UsageError(f"--device cuda, but {machine.gpus.obstacle or none}; or use --device cpu")
     if options.device != "auto":
         return options.device
-    return "cuda" if machine.gpu_memory else "cpu"
+    return "cuda" if machine.gpus.memory else "cpu"
 
 
 def _ranks(options: Options, device: str, machine: Machine) -> int:
-    gpus = len(machine.gpu_memory)
+    gpus = len(machine.gpus.memory)
     if options.sharded and (gpus < 2 if device == "cuda" else not options.num_shard):
         found = f"{gpus} GPU{'' if gpus == 1 else 's'} here" if device == "cuda" else "a CPU"
         raise UsageError(f"--sharded true needs at least 2 GPUs, and there is {found}: say how many ranks with --num-shard")

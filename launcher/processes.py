@@ -1,22 +1,20 @@
 """Child processes: starts them, relays their output, reports when one ends, and ends them. Knows nothing of what they are for."""
 
-import ctypes
 import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
+from ..proto.process import bound_to
 from .console import Console
 
 ERROR = re.compile(r'^\S+ ERROR |"level": "ERROR"')  # of a log line in either form that proto/process.py writes
 TAIL = 5  # last lines of a child that are repeated when it fails
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @dataclass(eq=False)
@@ -67,26 +65,9 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
         errors="replace",
         bufsize=1,
         process_group=0,
-        preexec_fn=_bind(os.getpid()),
+        preexec_fn=bound_to(os.getpid()),  # from its first moment on, before it does so itself
     )
     return Child(name, process)
-
-
-def _bind(parent: int) -> Callable[[], None] | None:
-    """A function to run in the child between fork and exec: it binds the child's life to the launcher's from its first moment.
-
-    Children do the same when they run (proto/process.py), but until then a killed launcher would leave them behind.
-    """
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-
-    def bind() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return bind
 
 
 def follow(child: Child, console: Console, ended: Callable[[Child], None]) -> None:

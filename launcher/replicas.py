@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import UsageError
+from .gpus import Gpus
 from .machine import Machine
-from .nvidia import VISIBLE
 from .options import Options
 
-VISIBLE_AMD = "HIP_VISIBLE_DEVICES"  # wins where both are set
 LAST_PORT = 65535
 
 
@@ -54,7 +53,7 @@ class Place:
 
 def share(options: Options, machine: Machine) -> Machine:
     """The machine's resources for each rank group. Raises UsageError."""
-    parts, gpus = options.local_replicas, len(machine.gpu_memory)
+    parts, gpus = options.local_replicas, len(machine.gpus.memory)
     if parts < 2:
         return machine
     ranks = options.num_shard or (max(2, gpus // parts) if options.sharded else 1)
@@ -66,30 +65,17 @@ def share(options: Options, machine: Machine) -> Machine:
     return machine.share(parts, ranks)
 
 
-def sockets(groups: int, ranks: int) -> list[list[str]]:
-    """Names of each group's files: the sockets of its ranks, its relay's socket, and the file by which the ranks meet."""
-    before = [f"{group}-" if groups > 1 else "" for group in range(groups)]
-    return [[*(f"{each}{rank}" for rank in range(ranks)), f"{each}relay", f"{each}meeting"] for each in before]
-
-
-def divide(
-    options: Options,
-    ranks: int,
-    cuda: bool,
-    paths: Sequence[str],
-    environment: Mapping[str, str],
-    amd: Sequence[str] = (),
-    nvidia: Sequence[str] = (),
-) -> list[Place]:
-    """The places of all groups of so many ranks. paths: as `sockets` names them, in its order; amd, nvidia: see `Machine`."""
-    groups, size = options.local_replicas, ranks + 2
+def divide(options: Options, ranks: int, prefix: str, environment: Mapping[str, str], gpus: Gpus) -> list[Place]:
+    """The places of all groups of so many ranks. prefix: of the paths of their files; gpus: those that they share."""
+    groups = options.local_replicas
     listening = _listening(options, groups * ranks)
     places = []
     for group in range(groups):
-        *own, relay, meeting = paths[group * size : (group + 1) * size]
+        own = f"{prefix}-{group}" if groups > 1 else prefix
+        sockets = [f"{own}-{rank}" for rank in range(ranks)]
         listen = listening[group * ranks : (group + 1) * ranks]
-        devices = _devices(group, ranks, environment, amd, nvidia) if cuda and (groups > 1 or amd or nvidia) else {}
-        places.append(Place(group, groups == 1, own, relay, meeting, listen, devices))
+        devices = _devices(group, ranks, environment, gpus) if gpus.memory and (groups > 1 or gpus.names) else {}
+        places.append(Place(group, groups == 1, sockets, f"{own}-relay", f"{own}-meeting", listen, devices))
     return places
 
 
@@ -113,14 +99,8 @@ def _listening(options: Options, count: int) -> list[str]:
     return [f"{host}:{int(port) + number}" for number in range(count)]
 
 
-def _devices(group: int, ranks: int, environment: Mapping[str, str], amd: Sequence[str], nvidia: Sequence[str]) -> dict[str, str]:
+def _devices(group: int, ranks: int, environment: Mapping[str, str], gpus: Gpus) -> dict[str, str]:
     """The variable that shows a group its GPUs: the next of those that are visible to the launcher, in their order."""
-    numbers = range(group * ranks, (group + 1) * ranks)
-    if amd:  # integrated GPUs between them are left out
-        return {VISIBLE_AMD: ",".join(amd[number] for number in numbers)}
-    if nvidia:  # others that are visible have failed, or are divided
-        return {VISIBLE: ",".join(nvidia[number] for number in numbers)}
-    given = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
-    if given:
-        return {VISIBLE: ",".join(given[number] for number in numbers)}
-    return {VISIBLE: ",".join(map(str, numbers))}
+    given = [name.strip() for name in environment.get(gpus.variable, "").split(",") if name.strip()]
+    names = gpus.names or given or list(map(str, range((group + 1) * ranks)))
+    return {gpus.variable: ",".join(names[group * ranks : (group + 1) * ranks])}

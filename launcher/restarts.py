@@ -11,7 +11,7 @@ class Restarts:
     """The restarts of one part of a server: at most `limit` within WINDOW."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self._times: deque[float] = deque()  # of the restarts that count
         self._failures = 0  # deaths in a row, without having been ready in between
 
@@ -24,7 +24,7 @@ class Restarts:
         """Records a death. Returns seconds until the restart, 0 for a part that had been ready; None: it is given up."""
         while self._times and self._times[0] <= now - WINDOW:
             self._times.popleft()
-        if len(self._times) >= self._limit:
+        if len(self._times) >= self.limit:
             return None
         self._times.append(now)
         self._failures += 1

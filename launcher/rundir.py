@@ -10,7 +10,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -64,10 +64,9 @@ def _sweep(home: Path) -> None:
 
 
 @contextmanager
-def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
-    """Paths `prefix`-name to listen on, with leftovers removed; they are removed afterwards. Raises UsageError while another server
-    has them."""
-    paths = [Path(f"{prefix}-{name}").absolute() for name in names]
+def prefixed(prefix: str, paths: Sequence[Path]) -> Iterator[None]:
+    """Inside the context, the paths belong to this server: leftovers are removed before, and the files afterwards. prefix: what
+    all of them begin with. Raises UsageError while another server has it."""
     if not paths[0].parent.is_dir():
         raise UsageError(f"--shard-uds-path {prefix}: there is no folder {paths[0].parent}")
     longest = max(paths, key=lambda path: len(os.fsencode(path)))
@@ -84,7 +83,7 @@ def prefixed(prefix: str, names: list[str]) -> Iterator[list[str]]:
         for path in paths:
             _clear(path)
         try:
-            yield [str(path) for path in paths]
+            yield
         finally:
             for path in (*paths, lock):
                 path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ..proto import settings
 from ..proto.speculation import LOSSY, Speculation, written
+from ..router.config import RouterConfig
 from ..shard.config import ShardConfig
 from ..shard.models.families import shape
 from . import (
@@ -63,7 +64,7 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
     if not asked.local_replicas:
         return _route(asked, name, folder, environment, console, began)
     model = checkpoint.read(folder, asked.load_format)
-    speculation, draft = drafts.resolve(asked, model, weights=asked.load_format != "dummy")
+    speculation, draft = drafts.resolve(asked, model, weights)
     asked = replace(asked, speculate=written(replace(speculation, draft=asked.speculation.draft)))  # now with the draft's shape
     loras = adapters.resolve(asked, name)
     planned = plan.make(asked, model, draft, loras)
@@ -91,7 +92,8 @@ def run(asked: Options, environment: Mapping[str, str]) -> int:
             groups = {place.name: _part(asked, place, ranks, beside) for place, ranks in zip(places, shards, strict=True)}
             addresses = [place.addresses for place in places]
         images = planned.vision.images if text == model.folder else 0
-        return _supervisor(asked, name, text, private, groups, addresses, images, given, console, began).run()
+        config = children.router_config(asked, name, text, addresses, images)
+        return _supervisor(asked, config, private, groups, given, console, began).run()
 
 
 def _tell(asked: Options, name: str, planned: Plan, text: Path, speculation: Speculation, console: Console) -> None:
@@ -121,20 +123,17 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
     banner.warn(asked, environment, console)
     if idle := [options.flag(name) for name in options.SHARDS if getattr(asked, name) != options.FIELDS[name].default]:
         console.info(f"no effect on shards that somebody else starts: {', '.join(idle)}")
-    images = vision.of(asked, folder)
+    config = children.router_config(asked, name, folder, (), vision.of(asked, folder))
     with rundir.private() as private:
-        given = children.environment(environment, 1)
-        return _supervisor(asked, name, folder, private, {}, [], images, given, console, began).run()
+        return _supervisor(asked, config, private, {}, children.environment(environment, 1), console, began).run()
 
 
 @contextmanager
 def _places(asked: Options, planned: Plan, private: Path, environment: Mapping[str, str]) -> Iterator[list[Place]]:
     """Where the rank groups of this machine listen: at sockets, which exist within this context, or at ports."""
-    names = replicas.sockets(asked.local_replicas, planned.local_ranks)
     prefix = asked.shard_uds_path or str(private / "shard")
-    with rundir.prefixed(prefix, [each for one in names for each in one]) as paths:
-        cuda = planned.device == "cuda"
-        places = replicas.divide(asked, planned.local_ranks, cuda, paths, environment, planned.amd, planned.nvidia)
+    places = replicas.divide(asked, planned.local_ranks, str(Path(prefix).absolute()), environment, planned.gpus)
+    with rundir.prefixed(prefix, [path for place in places for path in place.files]):
         for host, port in replicas.listening(places):
             machine.check_port(host, port, "--shard-listen", "--shard-listen")
         yield places
@@ -149,38 +148,36 @@ def _part(asked: Options, place: Place, shards: Sequence[ShardConfig], beside: M
 
 def _supervisor(
     asked: Options,
-    name: str,
-    text: Path,
+    config: RouterConfig,
     private: Path,
     groups: Mapping[str, Part],
-    addresses: Sequence[Sequence[str]],
-    images: int,
     environment: Mapping[str, str],
     console: Console,
     began: float,
 ) -> Supervisor:
-    """The supervisor of these rank groups, with their addresses, and of a router in front of them unless --no-router is given."""
+    """The supervisor of these rank groups, and of a router with these settings in front of them unless --no-router is given."""
     hang_reports = private / "hang_reports"
     file = private / "router.json"
     with rundir.writing(str(private)):
         os.mkfifo(hang_reports)
         # The router's settings may hold the API key, which `ps` would show.
-        every = [*addresses, *asked.remote_replicas]
-        file.write_text(settings.dump(children.router_config(asked, name, text, every, images, str(hang_reports))))
+        file.write_text(settings.dump(replace(config, hang_reports=str(hang_reports))))
 
     def ready() -> None:
-        seconds = time.monotonic() - began
-        console.info(banner.shards(addresses) if asked.no_router else banner.banner(asked, name, text, seconds))
+        if asked.no_router:
+            console.info(banner.shards(config.groups))
+        else:
+            console.info(banner.banner(asked, config.model, Path(config.folder), time.monotonic() - began))
 
+    router = Part("the router", [Command("router", children.command("penstock.router", f"@{file}"))], asked.max_restarts)
     return Supervisor(
-        router=None if asked.no_router else Command("router", children.command("penstock.router", f"@{file}")),
+        router=None if asked.no_router else router,
         groups=groups,
         environment=environment,
         console=console,
         health=(banner.reachable(asked.hostname), asked.port),
         ready=ready,
         grace=asked.graceful_termination_timeout,
-        max_restarts=asked.max_restarts,
         hang_reports=hang_reports,
     )
 

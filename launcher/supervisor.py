@@ -17,7 +17,7 @@ from pathlib import Path
 from . import processes
 from .console import Console
 from .event_sources import ECHO, HEALTH, READY, signals, watch_hang_reports, watch_health, watch_signals
-from .parts import GRACE, Command, Event, Failed, Hung, Outcome, Part, Ready, RemoteEvent, Signal, Stage, StartNow, StopRequested
+from .parts import GRACE, Event, Failed, Hung, Outcome, Part, Ready, RemoteEvent, Signal, Stage, StartNow, StopRequested
 from .processes import Child
 from .restarts import WINDOW
 
@@ -30,20 +30,19 @@ class Supervisor:
     def __init__(
         self,
         *,
-        router: Command | None,  # None: started elsewhere
+        router: Part | None,  # None: started elsewhere
         groups: Mapping[str, Part],  # by the names of their replicas; replicas started elsewhere are not among them
         environment: Mapping[str, str],
         console: Console,
         health: tuple[str, int],  # host and port of the router's /health
         ready: Callable[[], None],  # called once, when /health first answers 200
         grace: float,  # seconds that running streams get after a signal
-        max_restarts: int = 0,  # of the router, within `restarts.WINDOW`
         hang_reports: Path | None = None,  # a named pipe by which the router reports hung shards
     ) -> None:
-        self._router = Part("the router", [router], max_restarts) if router is not None else None
+        self._router = router
         self._groups = groups
         # The router first: it listens while the shards load.
-        self._parts = [*([self._router] if self._router is not None else ()), *groups.values()]
+        self._parts = [*([router] if router is not None else ()), *groups.values()]
         self._environment = environment
         self._console = console
         self._health = health
@@ -178,7 +177,7 @@ class Supervisor:
         part.due = now + delay
         self._console.info(
             f"starting {part.name} again {f'in {delay:g} s' if delay else 'now'}: restart {part.restarts.count} of at most "
-            f"{part.limit} within {WINDOW / 60:g} minutes"
+            f"{part.restarts.limit} within {WINDOW / 60:g} minutes"
         )
         return None
 
@@ -187,7 +186,7 @@ class Supervisor:
         part.hopeless = True
         spared = self._served and part is not self._router and not all(group.hopeless for group in self._groups.values())
         if self._served:
-            why = f"died more than {part.limit} times within {WINDOW / 60:g} minutes (--max-restarts)"
+            why = f"died more than {part.restarts.limit} times within {WINDOW / 60:g} minutes (--max-restarts)"
             ends = "the other replicas go on" if spared else "the server ends"
             if exit_code != 2:
                 self._console.error(f"{part.name} {why}: {ends}")

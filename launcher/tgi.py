@@ -13,7 +13,6 @@ import re
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from . import cli, command_line, machine, option_types, options, standard_streams
 from .console import Console
@@ -215,21 +214,11 @@ def _ranks(rest: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     if any(_given(name, rest, environment) for name in ("num_shard", "sharded", "device")):
         return []
     shown = any(environment.get(name) for name in SHOWING)
-    return ["--sharded", "true"] if shown and len(machine.inspect().gpu_memory) > 1 else []
+    return ["--sharded", "true"] if shown and len(machine.inspect().gpus.memory) > 1 else []
 
 
 def _given(name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     return bool(environment.get(name.upper())) or any(text.partition("=")[0] == flag(name) for text in arguments)
-
-
-class Joined(argparse.Action):
-    """The action of a flag that may be repeated: its values joined by commas."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 def _parser(everything: bool = False) -> argparse.ArgumentParser:
@@ -253,7 +242,7 @@ def _parser(everything: bool = False) -> argparse.ArgumentParser:
         parser.add_argument("--cuda-memory-fraction")
         parser.add_argument("--otlp-endpoint")
         parser.add_argument("--quantize")
-        parser.add_argument("--cors-allow-origin", action=Joined)
+        parser.add_argument("--cors-allow-origin", action=command_line.Joined, const=",")
     for name, why in (IGNORED | REFUSED).items():
         group = refused if name in REFUSED else ignored
         if name in SWITCHES:

@@ -12,9 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -24,7 +24,7 @@ from rich.table import Table
 from .chat import CONTROL, DEFAULT_URL
 from .command_line import Parser
 from .option_types import LONGEST
-from .url import split
+from .url import connection, split
 
 TIMEOUT = 5.0  # seconds for an answer
 LARGEST = 16 << 20  # bytes of an answer
@@ -213,7 +213,7 @@ class Server:
 
     def __init__(self, url: str, api_key: str, window: float) -> None:
         """Raises UsageError if `url` is not a URL."""
-        self.url = _base(url)
+        self._parts = split(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._window = window
         self._scrapes: deque[Scrape] = deque()
@@ -232,7 +232,10 @@ class Server:
         before = first.parts if first is not last else {}
         seconds = last.moment - first.moment
         return Row(
-            self.url, last.state, last.model, {name: since(before.get(name), sums, seconds) for name, sums in last.parts.items()}
+            self._parts.geturl(),
+            last.state,
+            last.model,
+            {name: since(before.get(name), sums, seconds) for name, sums in last.parts.items()},
         )
 
     def _scrape(self) -> Scrape:
@@ -258,21 +261,10 @@ class Server:
         return "ready" if status == 200 else str(_object(text).get("stage") or f"not ready: {status}")
 
     def _get(self, route: str) -> tuple[int, str]:
-        parts = urlsplit(self.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=TIMEOUT)
-        try:
-            connection.request("GET", parts.path + route, headers=self._headers)
-            answer = connection.getresponse()
+        with closing(connection(self._parts, TIMEOUT)) as connected:
+            connected.request("GET", self._parts.path + route, headers=self._headers)
+            answer = connected.getresponse()
             return answer.status, answer.read(LARGEST).decode(errors="replace")
-        finally:
-            connection.close()
-
-
-def _base(url: str) -> str:
-    full = url if "://" in url else f"http://{url}"
-    split(full, url)
-    return full.rstrip("/").removesuffix("/v1")
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -313,18 +305,26 @@ def _up(replica: MetricSums) -> bool:
     return replica.values.get(UP) != 0.0
 
 
-# Titles of columns, with the least width of a terminal that has room for them.
-TITLES = {
-    "requests\nrun/wait/pause": 0,
-    "tokens/s": 0,
-    "prompt\ntokens/s": 110,
-    "first token\nms": 0,
-    "between\ntokens ms": 0,
-    "pages held\n+ cached": 90,
-    "prefix\nhits": 120,
-    "drafts\naccepted": 130,
-    "restarts": 120,
-}
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of figures."""
+
+    title: str
+    least: int  # width of a terminal that has room for it
+    cell: Callable[[Figures], str]
+
+
+COLUMNS = (
+    Column("requests\nrun/wait/pause", 0, lambda shown: " / ".join(map(_count, (shown.running, shown.waiting, shown.paused)))),
+    Column("tokens/s", 50, lambda shown: _whole(shown.tokens_per_second)),
+    Column("prompt\ntokens/s", 110, lambda shown: _whole(shown.prompt_tokens_per_second)),
+    Column("first token\nms", 62, lambda shown: _pair(shown.first_token_p50, shown.first_token_p99)),
+    Column("between\ntokens ms", 76, lambda shown: _pair(shown.between_tokens_p50, shown.between_tokens_p99)),
+    Column("pages held\n+ cached", 90, lambda shown: _pages(shown.pages_held, shown.pages_cached)),
+    Column("prefix\nhits", 120, lambda shown: _share(shown.prefix_hits)),
+    Column("drafts\naccepted", 130, lambda shown: _share(shown.accepted)),
+    Column("restarts", 120, lambda shown: _whole(shown.restarts)),
+)
 MODEL = 150  # least width for the column of the model's name
 
 
@@ -333,15 +333,15 @@ def table(rows: Sequence[Row], width: int = WIDTH) -> Table:
     found = Table(box=None, header_style="bold", pad_edge=False)
     found.add_column("server", no_wrap=True, overflow="fold")
     for title in ["model"] * (width >= MODEL) + ["state"]:
-        found.add_column(title, max_width=None if width >= WIDTH else 30)
-    for title, least in TITLES.items():
-        if width >= least:
-            found.add_column(title, justify="right", no_wrap=True)
+        found.add_column(title, min_width=5, max_width=None if width >= WIDTH else 30)
+    columns = [column for column in COLUMNS if width >= column.least]
+    for column in columns:
+        found.add_column(column.title, justify="right", no_wrap=True)
 
     def add(name: str, model: str, state: str, shown: Figures | None, style: str = "") -> None:
-        cells = zip(TITLES.values(), _cells(shown), strict=True) if shown else ()
+        cells = [column.cell(shown) for column in columns] if shown else []
         names = [name, *[model] * (width >= MODEL), state]
-        found.add_row(*(_clean(text) for text in names), *(cell for least, cell in cells if width >= least), style=style)
+        found.add_row(*(_clean(text) for text in names), *cells, style=style)
 
     for row in rows:
         add(row.url.removeprefix("http://"), row.model, row.state, figures(row.parts[""]) if row.parts else None)
@@ -353,19 +353,8 @@ def table(rows: Sequence[Row], width: int = WIDTH) -> Table:
     return found
 
 
-def _cells(shown: Figures) -> list[str]:
-    counts = (shown.running, shown.waiting, shown.paused)
-    return [
-        " / ".join("-" if value is None else str(value) for value in counts),
-        _whole(shown.tokens_per_second),
-        _whole(shown.prompt_tokens_per_second),
-        _pair(shown.first_token_p50, shown.first_token_p99),
-        _pair(shown.between_tokens_p50, shown.between_tokens_p99),
-        _share(shown.pages_held) + ("" if shown.pages_cached is None else f" + {_share(shown.pages_cached)}"),
-        _share(shown.prefix_hits),
-        _share(shown.accepted),
-        _whole(shown.restarts),
-    ]
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _whole(value: float | None) -> str:
@@ -374,6 +363,10 @@ def _whole(value: float | None) -> str:
 
 def _share(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
+
+
+def _pages(held: float | None, cached: float | None) -> str:
+    return _share(held) + ("" if cached is None else f" + {_share(cached)}")
 
 
 def _pair(median: float | None, slow: float | None) -> str:

@@ -22,7 +22,7 @@ PROBES = 3  # keepalive probes without an answer after which a silent peer is lo
 SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # errors by which the kernel reports that
 LENGTH = 4  # bytes of the length before each message
 TLS = (b"\x16\x03", b"\x15\x03")  # first bytes of a TLS handshake, and of an alert: read as lengths they are beyond any message
-LARGEST = 256 << 20  # bytes of a message, as in rpc.py
+LARGEST = 256 << 20  # bytes of a message, here and by gRPC
 
 
 class PeerSilent(TimeoutError):

@@ -19,20 +19,29 @@ SYSTEM = Path("/sys")
 
 
 def die_with_parent() -> None:
-    """From now on the kernel kills this process when its parent ends, however it ends. Does nothing outside Linux.
+    """From now on the kernel kills this process when its parent ends. To be called first of all: a parent that has died before is
+    not noticed."""
+    bound_to(os.getppid())()
 
-    To be called first of all: a parent that has died before is not noticed. The kernel regards the *thread* that started this
-    process as its parent, so the parent has to start it from a thread that stays.
+
+def bound_to(parent: int) -> Callable[[], None]:
+    """A function that a child calls, perhaps before its program begins: from then on the kernel kills the child when its parent
+    ends, however it ends. It does nothing outside Linux.
+
+    The kernel regards the *thread* that started a child as its parent, so that has to be one that stays.
     """
     if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl: {os.strerror(error)}")
-    if os.getppid() != parent:  # it died between the two calls
-        os.kill(os.getpid(), signal.SIGKILL)
+        return lambda: None
+    libc = ctypes.CDLL(None, use_errno=True)  # here, since nothing should be loaded between fork and exec
+
+    def bind() -> None:
+        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            error = ctypes.get_errno()
+            raise OSError(error, f"prctl: {os.strerror(error)}")
+        if os.getppid() != parent:  # it died before that
+            os._exit(1)
+
+    return bind
 
 
 def configure_logging(name: str, json_output: bool, level: str = "info", context: Callable[[], Mapping[str, str]] = dict) -> None:

@@ -12,11 +12,12 @@ from google.protobuf import message_factory
 
 from . import shard_pb2
 from .certificates import NAME, Certificates
+from .link import LARGEST
 
 SERVICE = shard_pb2.DESCRIPTOR.services_by_name["Shard"]
 
 # Prompts of a full prefill step are the largest messages; grpc's default of 4 MiB would refuse some.
-OPTIONS = [("grpc.max_receive_message_length", 256 << 20), ("grpc.max_send_message_length", 256 << 20)]
+OPTIONS = [("grpc.max_receive_message_length", LARGEST), ("grpc.max_send_message_length", LARGEST)]
 # Between machines: keepalive, so that a silent peer is given up when it doesn't answer.
 FAR_OPTIONS = [
     *OPTIONS,

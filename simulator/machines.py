@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from .shard import Outcome
 
-PAGE = 16  # tokens
-
 
 @dataclass(frozen=True, slots=True)
 class Speed:
@@ -36,18 +34,13 @@ class Machine:
 
     what: str
     speed: Speed
-    pages: int  # of PAGE tokens, in its memory
+    tokens: int  # whose keys and values its memory holds
     step_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that its memory holds, in pages of any size."""
-        return self.pages * PAGE
 
 
 MACHINES = {
     # 15 GB of weights and 128 KiB of keys and values per token at 4.3 TB/s; 16 GFLOP per token at 0.8 PFLOP/s. Not measured.
-    "8b-h200": Machine("8 B parameters in bfloat16 on one H200", Speed(3.9e-3, 2.0e-5, 0.9e-9, 3.0e-8, 1.0e-6), 50_000, 4096),
+    "8b-h200": Machine("8 B parameters in bfloat16 on one H200", Speed(3.9e-3, 2.0e-5, 0.9e-9, 3.0e-8, 1.0e-6), 800_000, 4096),
     # Read off benchmarks/latency.py and load.py on a small machine.
-    "cpu-demo": Machine("the demo model on one CPU core", Speed(4.5e-3, 2.2e-4, 1.1e-7, 1.5e-7, 2.0e-4), 1024, 512),
+    "cpu-demo": Machine("the demo model on one CPU core", Speed(4.5e-3, 2.2e-4, 1.1e-7, 1.5e-7, 2.0e-4), 16_384, 512),
 }

@@ -3,6 +3,7 @@
 import bisect
 import itertools
 from array import array
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from .shard import Outcome
@@ -72,7 +73,7 @@ class Measures:
     """All metrics of one run. Goals in seconds: a request is good if its first token and its pace meet them."""
 
     def __init__(self, pages: int, ttft_goal: float = 2.0, itl_goal: float = 0.1) -> None:
-        self.services: dict[str, Service] = {ALL: Service()}
+        self.services: dict[str, Service] = defaultdict(Service, {ALL: Service()})
         self.samples = Sample()
         self.seconds = 0.0  # of the trace's own time
         self.real_seconds = 0.0  # that the simulation took
@@ -91,10 +92,7 @@ class Measures:
 
     def of(self, priority: str) -> tuple[Service, Service]:
         """Where a request of this priority counts."""
-        service = self.services.get(priority)
-        if service is None:
-            service = self.services[priority] = Service()
-        return service, self.services[ALL]
+        return self.services[priority], self.services[ALL]
 
     def begin(self, priority: str, queue: float) -> None:
         """Something of a request is computed for the first time."""

@@ -239,7 +239,7 @@ def test_allowed_imports_are_not_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["penstock.router.__main__", "penstock.launcher.cli", "penstock.simulator.__main__", "penstock.bench.command"]
+    "module", ["penstock.router.__main__", "penstock.launcher.cli", "penstock.simulator.command", "penstock.bench.command"]
 )
 def test_entry_point_does_not_import_torch_transformers_triton_or_scipy(module: str) -> None:
     """The same rule at run time: also finds what libraries import indirectly."""

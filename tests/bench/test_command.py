@@ -415,7 +415,7 @@ def test_html_report_is_one_self_contained_file_without_invalid_numbers(tmp_path
         (["http://a..b"], "http://a..b is no URL of a server"),
         (["--field", "x={"], "x={: this begins like JSON, and is none"),
         (["--field", 'x="'], "this begins like JSON, and is none"),
-        (["127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
+        (["127.0.0.1:9"], "nobody answers at http://127.0.0.1:9 (Connect call failed"),
         (["http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
     ],
 )
@@ -439,9 +439,9 @@ def test_silent_server_is_reported_with_the_timeout(capsys: pytest.CaptureFixtur
     [
         (b'{"prompt": "a", "output_tokens": "x"}', 'row 1: output_tokens "x": a whole number from 1 is needed'),
         (b'{"prompt": "a"}\n{"prompt": "a", "max_tokens": -5}', "row 2: max_tokens -5: a whole number from 1 is needed"),
-        (b'{"output_tokens": 3}', 'row 1 has no "prompt" text'),
+        (b'{"output_tokens": 3}', 'row 1: no "prompt" text'),
         (b'{"prompt": "\xff"}', "no UTF-8"),
-        (b'{"messages": ["a"]}', 'row 1 has no "prompt" text'),
+        (b'{"messages": ["a"]}', 'row 1: no "prompt" text'),
     ],
 )
 def test_invalid_dataset_is_reported_with_file_and_row(

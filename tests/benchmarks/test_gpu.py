@@ -81,8 +81,11 @@ def test_hanging_check_is_reported_and_the_others_continue() -> None:
 
 
 def test_no_section_gets_more_than_the_remaining_time() -> None:
-    names = [*gpu.UNASKED]
-    assert gpu.times(names, 570) == (pytest.approx(570 * gpu.SHARES["ceilings"]), pytest.approx(570 * gpu.SHARES["ceilings"] + 60))
+    names = [*gpu.USUAL]
+    assert gpu.times(names, 570) == (
+        pytest.approx(570 * gpu.SECTIONS["ceilings"].share),
+        pytest.approx(570 * gpu.SECTIONS["ceilings"].share + 60),
+    )
     assert gpu.times(["server"], 200) == (200, 215)
     for remaining in (300, 30, 0, -40):
         for i in range(len(names)):

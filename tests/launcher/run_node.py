@@ -12,7 +12,7 @@ from penstock.launcher import follower, leader
 from penstock.launcher.console import Console
 from penstock.launcher.membership import Membership
 from penstock.launcher.node_messages import Hello, Orders
-from penstock.launcher.parts import Command
+from penstock.launcher.parts import Command, Part
 from penstock.launcher.supervisor import Supervisor
 from penstock.proto import link
 from penstock.proto.certificates import Certificates
@@ -55,14 +55,13 @@ def lead() -> int:
         "the shards", [shard], settings["restarts"], [], meeting, Membership(settings["nodes"], settings["terms"])
     )
     return Supervisor(
-        router=command("router", settings["router"]),
+        router=Part("the router", [command("router", settings["router"])], settings["restarts"]),
         groups={"0": group},
         environment=dict(os.environ),
         console=console,
         health=("127.0.0.1", settings["health"]),
         ready=lambda: console.info("ready"),
         grace=5.0,
-        max_restarts=settings["restarts"],
     ).run()
 
 

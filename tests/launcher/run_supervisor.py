@@ -31,14 +31,13 @@ groups = {"0": parts.Part("the shards", commands, int(restarts))}
 if replicas:
     groups = {str(rank): parts.Part(f"replica {rank}", [each], int(restarts)) for rank, each in enumerate(commands)}
 server = supervisor.Supervisor(
-    router=command("router", router),
+    router=parts.Part("the router", [command("router", router)], int(restarts)),
     groups=groups,
     environment=dict(os.environ),
     console=console,
     health=("127.0.0.1", int(port)),
     ready=lambda: console.info("ready"),
     grace=float(grace),
-    max_restarts=int(restarts),
     hang_reports=Path(pipe) if pipe else None,
 )
 sys.exit(server.run())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.launcher import amd, checkpoint, cli, hub, machine, plan, replicas
-from penstock.launcher.amd import Found
+from penstock.launcher.gpus import Gpus
 from penstock.launcher.options import Options
 from penstock.tests.launcher.test_machine import system_tree, write_file
 
@@ -60,14 +60,14 @@ def test_gpus_are_found_in_the_order_of_their_nodes(add_gpu: AddGpu) -> None:
     add_gpu(10, 64 * GIB)
     add_gpu(9, 192 * GIB, 2 * GIB, heap=2)
     found = machine.inspect()
-    assert (found.gpu_memory, found.amd, found.obstacle) == ((190 * GIB, 64 * GIB), ("0", "1"), "")
-    assert amd.find({}) == Found(("0", "1"), (190 * GIB, 64 * GIB))
+    assert (found.gpus.memory, found.gpus.names, found.gpus.obstacle) == ((190 * GIB, 64 * GIB), ("0", "1"), "")
+    assert amd.find({}) == Gpus((190 * GIB, 64 * GIB), ("0", "1"), "HIP_VISIBLE_DEVICES")
 
 
 def test_no_gpu_is_found_without_gpu_nodes(system_tree: Path, add_gpu: AddGpu) -> None:
-    assert amd.find({}) == Found()
+    assert amd.find({}) == Gpus()
     add_gpu(0)
-    assert amd.find({}) == Found()
+    assert amd.find({}) == Gpus()
     assert machine.inspect() == machine.Machine(cores=2, memory=1 << 30, fast_bfloat16=False)
 
 
@@ -75,12 +75,12 @@ def test_integrated_gpu_is_not_used_but_keeps_its_index(add_gpu: AddGpu) -> None
     """The runtime counts an integrated GPU: if it had no index, ranks would be given the wrong GPUs."""
     add_gpu(0)
     add_gpu(1, GIB // 2)
-    assert amd.find({}) == Found()
+    assert amd.find({}) == Gpus()
     add_gpu(2, 24 * GIB)
     add_gpu(3, 16 * GIB)
-    assert amd.find({}) == Found(("1", "2"), (24 * GIB, 16 * GIB))
-    assert amd.find({"HIP_VISIBLE_DEVICES": "0"}) == Found()
-    assert amd.find({"HIP_VISIBLE_DEVICES": "2,0,1"}) == Found(("2", "1"), (16 * GIB, 24 * GIB))
+    assert amd.find({}) == Gpus((24 * GIB, 16 * GIB), ("1", "2"), "HIP_VISIBLE_DEVICES")
+    assert amd.find({"HIP_VISIBLE_DEVICES": "0"}) == Gpus()
+    assert amd.find({"HIP_VISIBLE_DEVICES": "2,0,1"}) == Gpus((16 * GIB, 24 * GIB), ("2", "1"), "HIP_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_integrated_gpu_is_not_used_but_keeps_its_index(add_gpu: AddGpu) -> None
 def test_visible_devices_variables_select_gpus(environment: dict[str, str], numbers: str, add_gpu: AddGpu) -> None:
     for node in range(4):
         add_gpu(node, (100 + node) * GIB, unique=0xA0 + node)
-    assert amd.find(environment).numbers == tuple(numbers)
+    assert amd.find(environment).names == tuple(numbers)
     if "ROCR_VISIBLE_DEVICES" not in environment:
         assert amd.find(environment).memory == tuple((100 + int(number)) * GIB for number in numbers)
 
@@ -116,7 +116,7 @@ def test_visible_devices_variables_select_gpus(environment: dict[str, str], numb
 def test_rocr_visible_devices_renumbers_gpus_in_its_order(add_gpu: AddGpu) -> None:
     for node in range(4):
         add_gpu(node, (100 + node) * GIB)
-    assert amd.find({"ROCR_VISIBLE_DEVICES": "3,1"}) == Found(("0", "1"), (103 * GIB, 101 * GIB))
+    assert amd.find({"ROCR_VISIBLE_DEVICES": "3,1"}) == Gpus((103 * GIB, 101 * GIB), ("0", "1"), "HIP_VISIBLE_DEVICES")
 
 
 def test_partition_of_a_gpu_has_only_its_own_memory(system_tree: Path, add_gpu: AddGpu) -> None:
@@ -135,7 +135,7 @@ def test_gpu_of_another_container_is_not_counted(system_tree: Path, add_gpu: Add
     properties = system_tree / "sys/class/kfd/kfd/topology/nodes/0/properties"
     properties.unlink()
     properties.mkdir()  # so that it can't be read, not even by root
-    assert amd.find({}) == Found(("0",), (102 * GIB,))
+    assert amd.find({}) == Gpus((102 * GIB,), ("0",), "HIP_VISIBLE_DEVICES")
 
 
 def test_reasons_for_unused_gpus_are_reported_with_a_remedy(
@@ -146,10 +146,10 @@ def test_reasons_for_unused_gpus_are_reported_with_a_remedy(
     torch_version_file.write_text("hip: str | None = None\n")
     assert amd.find({}).obstacle == "", "an integrated GPU is not reported as unused"
     add_gpu(2, 24 * GIB)
-    assert amd.find({}) == Found(obstacle=amd.BUILD)
-    assert amd.find({"HIP_VISIBLE_DEVICES": ""}) == Found(), "GPUs are hidden on purpose"
+    assert amd.find({}) == Gpus(obstacle=amd.BUILD)
+    assert amd.find({"HIP_VISIBLE_DEVICES": ""}) == Gpus(), "GPUs are hidden on purpose"
     torch_version_file.unlink()
-    assert amd.find({}) == Found(obstacle=amd.BUILD)
+    assert amd.find({}) == Gpus(obstacle=amd.BUILD)
     denied = system_tree / "dev/kfd"
     monkeypatch.setattr(os, "access", lambda path, mode: path != denied)
     assert "may not open" in amd.find({}).obstacle
@@ -162,10 +162,10 @@ def test_torch_build_decides_between_amd_and_nvidia_gpus(system_tree: Path, torc
     write_file(system_tree / "bin/nvidia-smi", "#!/bin/sh\necho '0, GPU-aa11, 8'\n")
     (system_tree / "bin/nvidia-smi").chmod(0o755)
     add_gpu(1, 24 * GIB)
-    assert machine.inspect().amd == ("0",)
+    assert machine.inspect().gpus.names == ("0",)
     torch_version_file.write_text("hip: str | None = None\n")
     found = machine.inspect()
-    assert (found.gpu_memory, found.amd, found.obstacle) == ((8 << 20,), (), "")
+    assert (found.gpus.memory, found.gpus.names, found.gpus.obstacle) == ((8 << 20,), (), "")
 
 
 def test_rocm_detection_agrees_with_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,23 +190,22 @@ def test_plan_names_the_device_or_why_a_gpu_is_not_used(
 
 
 def test_ranks_get_the_indices_of_the_gpus_found() -> None:
-    def devices_of_replicas(options: Options, environment: dict[str, str], ranks: int, count: int) -> list[dict[str, str]]:
-        paths = [str(path) for path in range(count * (ranks + 2))]
-        return [
-            dict(place.environment) for place in replicas.divide(options, ranks, True, paths, environment, ("1", "2", "5", "4"))
-        ]
+    gpus = Gpus((24 * GIB,) * 4, ("1", "2", "5", "4"), "HIP_VISIBLE_DEVICES")
 
-    assert devices_of_replicas(Options(), {}, 3, 1) == [{"HIP_VISIBLE_DEVICES": "1,2,5"}]
+    def devices_of_replicas(options: Options, environment: dict[str, str], ranks: int) -> list[dict[str, str]]:
+        return [dict(place.environment) for place in replicas.divide(options, ranks, "/p", environment, gpus)]
+
+    assert devices_of_replicas(Options(), {}, 3) == [{"HIP_VISIBLE_DEVICES": "1,2,5"}]
     environment = {"HIP_VISIBLE_DEVICES": "0,1,2,5,4", "CUDA_VISIBLE_DEVICES": "7"}
-    assert devices_of_replicas(Options(replicas=2), environment, 2, 2) == [
+    assert devices_of_replicas(Options(replicas=2), environment, 2) == [
         {"HIP_VISIBLE_DEVICES": "1,2"},
         {"HIP_VISIBLE_DEVICES": "5,4"},
     ]
 
 
 def test_cpu_plan_has_no_gpu_indices(tmp_path: Path) -> None:
-    found = machine.Machine(cores=1, memory=1 << 34, fast_bfloat16=True, gpu_memory=(24 * GIB,), amd=("1",))
+    found = machine.Machine(cores=1, memory=1 << 34, fast_bfloat16=True, gpus=Gpus((24 * GIB,), ("1",)))
     _, folder = hub.locate("")
     model = checkpoint.read(folder, "auto")
-    assert plan.divide(Options(), model, found).amd == ("1",)
-    assert plan.divide(Options(device="cpu"), model, found).amd == ()
+    assert plan.divide(Options(), model, found).gpus.names == ("1",)
+    assert plan.divide(Options(device="cpu"), model, found).gpus == Gpus()

@@ -211,7 +211,8 @@ def test_errors_in_a_pipe_are_one_line() -> None:
     assert (answer.returncode, answer.stderr) == (1, "penstock chat: the answer was cut off\n")
     for arguments, text in (
         (["http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
-        (["localhost:3000"], "http://HOST:PORT is needed"),
+        (["localhost:port"], "http://HOST:PORT is needed"),
+        (["127.0.0.1:9/v1"], "nobody answers at http://127.0.0.1:9 (Connection refused): start"),  # as `bench` and `top` take it
         (["--set", "x"], "--set x: NAME=VALUE is needed"),
         (["--nonsense"], "--nonsense"),
     ):
@@ -357,7 +358,7 @@ def test_answer_speed_counts_tokens_and_times() -> None:
 
 
 def test_invalid_url_is_refused_and_an_unreachable_server_reported() -> None:
-    for url in ("ftp://host", "http://", "http://host:port", "host", "http://[::1", "http://a..b", f"http://{'a' * 70}"):
+    for url in ("ftp://host", "http://", "http://host:port", "host:0", "http://[::1", "http://a..b", f"http://{'a' * 70}"):
         with pytest.raises(UsageError):
             Server(url, "")
     with pytest.raises(Failed, match="nobody answers"):

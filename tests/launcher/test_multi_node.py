@@ -13,6 +13,7 @@ import pytest
 from penstock.launcher import checkpoint, children, cli, machine, multi_node, plan
 from penstock.launcher.console import Console
 from penstock.launcher.errors import UsageError
+from penstock.launcher.gpus import Gpus
 from penstock.launcher.machine import Machine
 from penstock.launcher.node_messages import Orders
 from penstock.launcher.options import Options
@@ -66,7 +67,7 @@ def test_num_shard_counts_the_ranks_of_all_nodes_and_must_divide_evenly() -> Non
     assert planned_layout.memory == int(MACHINE.memory // 2 * 0.9)
     assert "4, 2 on each node, 2 threads each" in plan.table(planned_layout, "m")
     assert planned(Options(nnodes=2)).ranks == 2
-    gpus = dataclasses.replace(MACHINE, gpu_memory=(1 << 30,) * 2)
+    gpus = dataclasses.replace(MACHINE, gpus=Gpus((1 << 30,) * 2))
     assert (planned(Options(nnodes=2), gpus).ranks, planned(Options(), gpus).ranks) == (4, 1)
     with pytest.raises(UsageError, match="--num-shard 3 counts the ranks of all nodes, which share them evenly: --nnodes is 2"):
         planned(Options(nnodes=2, num_shard=3))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launcher import children, machine, nvidia, replicas
+from penstock.launcher.gpus import Gpus
 from penstock.launcher.options import Options
 from penstock.proto import process
 
@@ -57,7 +58,7 @@ def test_cuda_visible_devices_selects_gpus(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     found = machine.inspect()
-    assert (found.gpu_memory, found.obstacle) == (tuple(size * GIB for size in expected), "")
+    assert (found.gpus.memory, found.gpus.obstacle) == (tuple(size * GIB for size in expected), "")
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_gpu_without_mig_is_preferred_to_mig_instances(tmp_path: Path) -> None:
 def test_unknown_or_failed_gpus_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_fake_nvidia_smi(tmp_path, WITH_MIG, MIG_LIST)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-9")
-    assert machine.inspect().obstacle == (
+    assert machine.inspect().gpus.obstacle == (
         "CUDA_VISIBLE_DEVICES=MIG-9 names first what nvidia-smi does not list (0 MIG-7c00, 0 MIG-7c11, 1 MIG-c222): correct it, or "
         "leave it out"
     )
@@ -115,7 +116,7 @@ def test_gpu_that_nvidia_smi_does_not_list_is_reported(tmp_path: Path, said: str
     write_fake_nvidia_smi(tmp_path, said)
     with (tmp_path / "nvidia-smi").open("a") as tool:
         tool.write(f"exit {code}\n")
-    assert nvidia.find({}) == nvidia.Found()
+    assert nvidia.find({}) == Gpus()
     add_device_files(tmp_path)
     found = nvidia.find({})
     assert found.memory == ()
@@ -124,7 +125,7 @@ def test_gpu_that_nvidia_smi_does_not_list_is_reported(tmp_path: Path, said: str
 
 def test_gpu_without_nvidia_smi_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert nvidia.find({}) == nvidia.Found()
+    assert nvidia.find({}) == Gpus()
     add_device_files(tmp_path)
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in nvidia.find({}).obstacle
     assert nvidia.find({"CUDA_VISIBLE_DEVICES": ""}).obstacle == ""  # as the operator wants it
@@ -136,18 +137,18 @@ def test_ranks_get_the_other_gpus_by_uuid_when_one_has_failed(tmp_path: Path) ->
         tmp_path, "0, GPU-aa11, [GPU is lost], [N/A]\n" + WITHOUT_MIG.splitlines()[1] + "\n2, GPU-cc33, 7168, [N/A]\n"
     )
     found = nvidia.find({})
-    assert (found.memory, found.uuids) == ((9 * GIB, 7 * GIB), ("GPU-bb22", "GPU-cc33"))
-    assert nvidia.find({"CUDA_VISIBLE_DEVICES": "2,1"}).uuids == ()
-    assert nvidia.find({"CUDA_VISIBLE_DEVICES": "2,0"}).uuids == ("GPU-cc33",)
+    assert (found.memory, found.names) == ((9 * GIB, 7 * GIB), ("GPU-bb22", "GPU-cc33"))
+    assert nvidia.find({"CUDA_VISIBLE_DEVICES": "2,1"}).names == ()
+    assert nvidia.find({"CUDA_VISIBLE_DEVICES": "2,0"}).names == ("GPU-cc33",)
     write_fake_nvidia_smi(
         tmp_path, WITHOUT_MIG.splitlines()[1] + "\nUnable to determine the device handle for GPU 0000:0B:00.0: Unknown Error\n"
     )
     found = nvidia.find({})
-    assert (found.memory, found.uuids) == ((9 * GIB,), ("GPU-bb22",))
+    assert (found.memory, found.names) == ((9 * GIB,), ("GPU-bb22",))
     options = Options(replicas=2)
-    places = replicas.divide(options, 1, True, [f"/{number}" for number in range(6)], {}, nvidia=("GPU-bb22", "GPU-cc33"))
+    places = replicas.divide(options, 1, "/p", {}, Gpus((9 * GIB, 7 * GIB), ("GPU-bb22", "GPU-cc33")))
     assert [place.environment for place in places] == [{"CUDA_VISIBLE_DEVICES": "GPU-bb22"}, {"CUDA_VISIBLE_DEVICES": "GPU-cc33"}]
-    [place] = replicas.divide(Options(), 1, True, ["/0", "/1", "/2"], {}, nvidia=("GPU-bb22",))
+    [place] = replicas.divide(Options(), 1, "/p", {}, Gpus((9 * GIB,), ("GPU-bb22",)))
     assert place.environment == {"CUDA_VISIBLE_DEVICES": "GPU-bb22"}
 
 
@@ -155,7 +156,7 @@ def test_memory_of_a_gpu_that_shares_the_machines_memory(tmp_path: Path, monkeyp
     """As nvidia-smi lists a DGX Spark's."""
     monkeypatch.setattr(nvidia, "available_memory", lambda: 100 * GIB)
     write_fake_nvidia_smi(tmp_path, "0, GPU-aa11, [N/A], [N/A]\n")
-    assert nvidia.find({}) == nvidia.Found((100 * GIB,))
+    assert nvidia.find({}) == Gpus((100 * GIB,))
 
 
 def test_cuda_device_order_defaults_to_pci_bus_id() -> None:

@@ -13,6 +13,7 @@ import pytest
 from penstock.launcher import checkpoint, plan
 from penstock.launcher.checkpoint import Checkpoint
 from penstock.launcher.errors import UsageError
+from penstock.launcher.gpus import Gpus
 from penstock.launcher.hub import HubWeights
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
@@ -30,7 +31,7 @@ CONFIG: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 MACHINE = Machine(cores=4, memory=8 << 20, fast_bfloat16=False)
-GPUS = replace(MACHINE, gpu_memory=(4 << 30, 3 << 30))
+GPUS = replace(MACHINE, gpus=Gpus((4 << 30, 3 << 30)))
 
 
 def safetensors(path: Path, tensors: dict[str, tuple[str, int]], cut: int = 0) -> None:

@@ -10,13 +10,13 @@ import pytest
 from penstock.launcher import banner, checkpoint, children, command_line, hub, plan, replicas, serve
 from penstock.launcher.console import Console
 from penstock.launcher.errors import UsageError
+from penstock.launcher.gpus import Gpus
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
 from penstock.tests.launcher.test_cli import CONFIG
 
-GPUS = Machine(cores=16, memory=800, fast_bfloat16=True, gpu_memory=(80, 70, 60, 50))
+GPUS = Machine(cores=16, memory=800, fast_bfloat16=True, gpus=Gpus((80, 70, 60, 50)))
 CPU = Machine(cores=5, memory=1 << 31, fast_bfloat16=False)
-PATHS = [f"/p-{name}" for name in ("0-0", "0-1", "0-relay", "0-meeting", "1-0", "1-1", "1-relay", "1-meeting")]
 
 
 def test_replicas_share_cores_and_memory_equally() -> None:
@@ -37,7 +37,7 @@ def test_replicas_share_cores_and_memory_equally() -> None:
     ],
 )
 def test_gpu_memory_of_a_rank_is_the_smallest_among_the_replicas(settings: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert replicas.share(Options(**settings), GPUS).gpu_memory == expected
+    assert replicas.share(Options(**settings), GPUS).gpus.memory == expected
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_too_few_gpus_for_the_replicas_are_refused(settings: dict[str, Any], mes
 def test_each_replica_sees_only_its_own_gpus() -> None:
     def gpus_of_replicas(**environment: str) -> list[dict[str, str]]:
         options = Options(replicas=2, num_shard=2)
-        return [dict(place.environment) for place in replicas.divide(options, 2, True, PATHS, environment)]
+        return [dict(place.environment) for place in replicas.divide(options, 2, "/p", environment, GPUS.gpus)]
 
     assert gpus_of_replicas() == [{"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
     assert gpus_of_replicas(CUDA_VISIBLE_DEVICES="7, GPU-a,5,2") == [
@@ -66,22 +66,21 @@ def test_each_replica_sees_only_its_own_gpus() -> None:
 
 
 def test_replicas_have_distinct_names_sockets_and_files() -> None:
-    assert replicas.sockets(1, 2) == [["0", "1", "relay", "meeting"]]
-    assert [f"/p-{name}" for names in replicas.sockets(2, 2) for name in names] == PATHS
-    first, second = replicas.divide(Options(replicas=2), 2, False, PATHS, {})
+    first, second = replicas.divide(Options(replicas=2), 2, "/p", {}, Gpus())
     assert (second.name, second.title, second.process(1)) == ("1", "replica 1", "replica 1 shard 1")
     assert (second.addresses, second.relay, second.meeting) == (["/p-1-0", "/p-1-1"], "/p-1-relay", "/p-1-meeting")
     assert set(first.files).isdisjoint(second.files)
     assert second.environment == {}
-    [only] = replicas.divide(Options(), 1, True, ["/p-0", "/p-relay", "/p-meeting"], {})
+    [only] = replicas.divide(Options(), 1, "/p", {}, GPUS.gpus)
     assert (only.title, only.process(0), only.environment) == ("the shards", "shard 0", {})
+    assert [str(path) for path in only.files] == ["/p-0", "/p-relay", "/p-meeting"]
 
 
 def test_without_a_router_ranks_listen_at_consecutive_ports(tmp_path: Path) -> None:
     options = Options(
         replicas=2, num_shard=2, no_router=True, shard_listen="10.0.0.1:7000", insecure_nodes=True, cuda_memory_fraction=0.8
     )
-    places = replicas.divide(options, 2, False, PATHS, {})
+    places = replicas.divide(options, 2, "/p", {}, Gpus())
     assert [place.addresses for place in places] == [["10.0.0.1:7000", "10.0.0.1:7001"], ["10.0.0.1:7002", "10.0.0.1:7003"]]
     model = checkpoint.Checkpoint(folder=tmp_path, config=CONFIG, dtype="float32", bytes=0, files=0)
     planned = plan.divide(options, model, replicas.share(options, CPU))

@@ -93,12 +93,12 @@ def test_too_long_temporary_folder_is_replaced_by_tmp(parent: Path, monkeypatch:
 
 
 def test_prefix_in_use_by_another_server_is_refused(parent: Path) -> None:
-    with rundir.prefixed(f"{parent}/p", ["0", "1", "relay"]) as paths:
-        assert paths == [f"{parent}/p-0", f"{parent}/p-1", f"{parent}/p-relay"]
-        Path(paths[0]).touch()
+    paths = [parent / "p-0", parent / "p-1", parent / "p-relay"]
+    with rundir.prefixed(f"{parent}/p", paths):
+        paths[0].touch()
         with (
             pytest.raises(UsageError, match="in use by another server"),
-            rundir.prefixed(f"{parent}/p", ["0"]),
+            rundir.prefixed(f"{parent}/p", [parent / "p-0"]),
         ):
             pass
     assert list(parent.iterdir()) == []
@@ -109,21 +109,24 @@ def test_stale_socket_is_removed_and_a_live_one_refused(parent: Path, monkeypatc
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("p-0")
         server.listen()
-        with pytest.raises(UsageError, match="a live process listens on"), rundir.prefixed("p", ["0"]):
+        with pytest.raises(UsageError, match="a live process listens on"), rundir.prefixed("p", [Path("p-0").absolute()]):
             pass
     assert Path("p-0").exists()
-    with rundir.prefixed("p", ["0"]):
+    with rundir.prefixed("p", [Path("p-0").absolute()]):
         assert not Path("p-0").exists()
 
 
 def test_prefix_where_sockets_cannot_be_made_is_refused(parent: Path) -> None:
     (parent / "p-0").write_text("precious")
-    with pytest.raises(UsageError, match="exists and is no socket"), rundir.prefixed(f"{parent}/p", ["0"]):
+    with pytest.raises(UsageError, match="exists and is no socket"), rundir.prefixed(f"{parent}/p", [parent / "p-0"]):
         pass
     assert (parent / "p-0").read_text() == "precious"
-    with pytest.raises(UsageError, match="there is no folder"), rundir.prefixed(f"{parent}/none/p", ["0"]):
+    with pytest.raises(UsageError, match="there is no folder"), rundir.prefixed(f"{parent}/none/p", [parent / "none/p-0"]):
         pass
-    with pytest.raises(UsageError, match="is longer than the 107 bytes"), rundir.prefixed(f"{parent}/{'x' * 100}", ["0"]):
+    with (
+        pytest.raises(UsageError, match="is longer than the 107 bytes"),
+        rundir.prefixed(f"{parent}/{'x' * 100}", [parent / ("x" * 100 + "-0")]),
+    ):
         pass
 
 

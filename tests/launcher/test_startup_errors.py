@@ -226,7 +226,7 @@ def check_refused(arguments: list[str], words: list[str], capsys: pytest.Capture
 
 
 def test_settings_that_the_machine_cannot_meet_are_refused(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if machine.inspect().gpu_memory:
+    if machine.inspect().gpus.memory:
         pytest.skip("there is a GPU")
     port = str(machine.free_port())
     check_refused(["serve", "--device", "cuda", "--port", port], ["nvidia-smi shows no GPU here", "use --device cpu"], capsys)

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.launcher import children, cli, command_line, machine, options, tgi
 from penstock.launcher.errors import UsageError
+from penstock.launcher.gpus import Gpus
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
 from penstock.tests import serving
@@ -284,7 +285,7 @@ def test_hostname_that_is_no_ip_address_is_replaced_by_0_0_0_0() -> None:
 
 def test_model_is_sharded_over_all_gpus_if_a_variable_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        machine, "inspect", lambda: Machine(cores=1, memory=1 << 30, fast_bfloat16=False, gpu_memory=(1 << 34, 1 << 34))
+        machine, "inspect", lambda: Machine(cores=1, memory=1 << 30, fast_bfloat16=False, gpus=Gpus((1 << 34, 1 << 34)))
     )
     assert translate_and_parse(NVIDIA_VISIBLE_DEVICES="all")[0].sharded
     assert translate_and_parse(CUDA_VISIBLE_DEVICES="0,1")[0].sharded

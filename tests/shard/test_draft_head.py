@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from penstock.demo import eagle
 from penstock.launcher import checkpoint, hub, plan
+from penstock.launcher.gpus import Gpus
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
 from penstock.proto.speculation import parse
@@ -611,7 +612,7 @@ def test_plan_counts_prefill_graphs_of_a_head_whose_model_has_none() -> None:
     """The model's own prefill steps with linear attention have none."""
     model = checkpoint.read(tiny.folder("qwen3.5"), "dummy")
     options = Options(device="cuda", speculate="draft=mtp,tokens=3", max_batch_prefill_tokens=512)
-    planned = plan.divide(options, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False, gpu_memory=(1 << 36,)), model)
+    planned = plan.divide(options, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False, gpus=Gpus((1 << 36,))), model)
     assert planned.graphs == 2 * len(graph_sizes.decodes(None, planned.sequences)) + len(graph_sizes.mixed(None, 512, drafts=True))
 
 

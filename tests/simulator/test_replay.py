@@ -15,8 +15,7 @@ from penstock.router.policies import WholePrefill
 from penstock.router.request import Priority
 from penstock.router.scheduler import DELAYS, Bounds, Report
 from penstock.router.steps import LEAD
-from penstock.simulator import __main__ as command
-from penstock.simulator import replay, report, trace
+from penstock.simulator import command, replay, report, trace
 from penstock.simulator.machines import Speed
 from penstock.simulator.measures import ALL, Measures, Values
 from penstock.simulator.replay import Replay, Setting
@@ -332,10 +331,18 @@ def test_closed_stdout_pipe_is_not_an_error() -> None:
     assert (answer.returncode, answer.stderr) == (0, "")
 
 
-def test_ctrl_c_ends_with_exit_code_130_and_no_traceback() -> None:
+@pytest.mark.parametrize(
+    "interrupted",
+    [
+        "from penstock.simulator.replay import Replay\nReplay.run = press",
+        "sys.meta_path.insert(0, types.SimpleNamespace(find_spec=lambda name, *_: press() if name.endswith('.replay') else None))",
+    ],
+    ids=["replay", "imports"],
+)
+def test_ctrl_c_ends_with_exit_code_130_and_no_traceback(interrupted: str) -> None:
     code = (
-        "import runpy\nfrom penstock.simulator.replay import Replay\ndef interrupted(self): raise KeyboardInterrupt\n"
-        "Replay.run = interrupted\nrunpy.run_module('penstock.simulator', run_name='__main__', alter_sys=True)"
+        f"import runpy, sys, types\ndef press(*_): raise KeyboardInterrupt\n{interrupted}\n"
+        "runpy.run_module('penstock.simulator', run_name='__main__', alter_sys=True)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (answer.returncode, answer.stderr) == (130, "")
