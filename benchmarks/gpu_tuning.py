@@ -136,7 +136,7 @@ def _shapes_of_one(bench: Bench, what: str, usual: float, ours: Sequence[Call]) 
 
 def _shapes(bench: Bench, what: str, usual: float, ours: Sequence[Call], add: bool) -> None:
     """add: the product may be split along its inputs (split-K)."""
-    for parts in fused_skinny_gemm.PARTS if add else (1,):
+    for parts in fused_skinny_gemm.PARTS if add and not bench.tiny else (1,):  # tiny ones have too few inputs for several
         with replaced(fused_skinny_gemm, "PARTS", (parts,)):
             if add:
                 _compare(bench, f"{what}: in {parts} parts", "fused_skinny_gemm._parts", usual, lambda: ours)
