@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -84,12 +83,11 @@ class Anthropic:
         self._batcher = batcher
         self._chats = chats
         self._writer = LogprobWriter(tokenizer)
-        self._decoder = msgspec.json.Decoder(MessagesBody)
 
     async def messages(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
         clock = Clock()
-        body, headers = body_of(http, self._decoder, self._config, UNSUPPORTED)
+        body, headers = body_of(http, MessagesBody, self._config, UNSUPPORTED)
         limits = limits_of(self._batcher)
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)
@@ -111,7 +109,7 @@ class Anthropic:
 
     async def count_tokens(self, http: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens. It needs no shard."""
-        body = decode(http, self._decoder)
+        body = decode(http, MessagesBody)
         refuse_unsupported(body, UNSUPPORTED)
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)

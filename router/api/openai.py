@@ -82,13 +82,11 @@ class OpenAI:
         self._chats = chats
         self._writer = LogprobWriter(tokenizer)
         self._fingerprint = f"{version('penstock')}-native"
-        self._completion = msgspec.json.Decoder(CompletionBody)
-        self._chat = msgspec.json.Decoder(ChatBody)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         clock = Clock()
-        body, headers = body_of(http, self._chat, self._config, UNSUPPORTED_IN_CHATS)
+        body, headers = body_of(http, ChatBody, self._config, UNSUPPORTED_IN_CHATS)
         if body.best_of not in (None, body.n or 1) and not body.use_beam_search:
             raise Refused("`best_of` is not supported for chats: ask for `n` answers", "best_of")
         if body.top_logprobs and not body.logprobs:
@@ -116,7 +114,7 @@ class OpenAI:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         clock = Clock()
-        body, headers = body_of(http, self._completion, self._config, UNSUPPORTED)
+        body, headers = body_of(http, CompletionBody, self._config, UNSUPPORTED)
         prompts = _prompts(body.prompt)
         most = self._config.most_prompts
         if len(prompts) > most:

@@ -214,11 +214,11 @@ def refuse_unsupported(body: msgspec.Struct, names: Iterable[str]) -> None:
 
 
 def body_of(
-    http: web.Request, decoder: msgspec.json.Decoder[Decoded], config: RouterConfig, unsupported: Iterable[str]
+    http: web.Request, kind: type[Decoded], config: RouterConfig, unsupported: Iterable[str]
 ) -> tuple[Decoded, dict[str, str]]:
     """The body, and the response header that names its unknown fields. Raises HttpError or Refused, also for the first of the
     fields `unsupported` that asks for something, and for unknown ones if the operator wants that."""
-    body, names = decode_named(http, decoder)
+    body, names = decode_named(http, kind)
     unknown = sorted(set(names) - set(body.__struct_fields__) - HARMLESS)
     if unknown and config.unknown_fields == "refuse":
         raise Refused(f"`{unknown[0]}` is not a field of this route (--unknown-fields refuse)", unknown[0])

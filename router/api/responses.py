@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
@@ -83,12 +82,11 @@ class Responses:
         self._batcher = batcher
         self._chats = chats
         self._writer = LogprobWriter(tokenizer)
-        self._decoder = msgspec.json.Decoder(ResponsesBody)
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         clock = Clock()
-        body, headers = body_of(http, self._decoder, self._config, UNSUPPORTED)
+        body, headers = body_of(http, ResponsesBody, self._config, UNSUPPORTED)
         limits = limits_of(self._batcher)
         logprobs = _logprobs(body)
         asked = parameters(

@@ -78,14 +78,11 @@ class Tgi:
         self._validator = validator
         self._image_loader = image_loader
         self._batcher = batcher
-        self._generate = msgspec.json.Decoder(GenerateBody)
-        self._tokenize = msgspec.json.Decoder(TokenizeBody)
-        self._detokenize = msgspec.json.Decoder(DetokenizeBody)
 
     async def root(self, http: web.Request) -> web.StreamResponse:
         """POST /: what Hugging Face's clients use. `stream` in the body says whether to stream; the default is a whole answer."""
         clock = Clock()
-        body = decode(http, self._generate)
+        body = decode(http, GenerateBody)
         asked = await self.asked(http, body, streaming=bool(body.stream), full_text=True)
         clock.valid()
         return await (self._streamed(http, asked, clock) if body.stream else self._whole(asked, clock, wrapped=True))
@@ -93,7 +90,7 @@ class Tgi:
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """POST /generate."""
         clock = Clock()
-        body = decode(http, self._generate)
+        body = decode(http, GenerateBody)
         asked = await self.asked(http, body, streaming=False, full_text=False)
         clock.valid()
         return await self._whole(asked, clock, wrapped=False)
@@ -101,14 +98,14 @@ class Tgi:
     async def generate_stream(self, http: web.Request) -> web.StreamResponse:
         """POST /generate_stream."""
         clock = Clock()
-        body = decode(http, self._generate)
+        body = decode(http, GenerateBody)
         asked = await self.asked(http, body, streaming=True, full_text=False)
         clock.valid()
         return await self._streamed(http, asked, clock)
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize. It needs no shard."""
-        body = decode(http, self._tokenize)
+        body = decode(http, TokenizeBody)
         special = body.add_special_tokens is not False
         if body.prompt is not None:
             return await self.count(body.prompt, special, bool(body.return_token_strs))
@@ -135,7 +132,7 @@ class Tgi:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """POST /detokenize, which is vLLM's."""
-        body = decode(http, self._detokenize)
+        body = decode(http, DetokenizeBody)
         return json_response({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens, False)})
 
     async def spans(self, text: str, special: bool, truncate: int = 0) -> msgspec.Raw:
