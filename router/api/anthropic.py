@@ -9,14 +9,14 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from ..config import RouterConfig
-from ..request import Finish, Grown, Item, Prompt, Refused, Token, TooLong
+from ..request import Finish, Grown, Item, Limits, Prompt, Refused, Token, TooLong
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .anthropic_messages import choice_of, messages_of, tools_of
 from .anthropic_shapes import Blocks, Message, end_of, usage_json
 from .body import decode, json_response
 from .errors import Problem, anthropic_error, shown
-from .openai_bodies import ChatBody, Common, body_of, effort_of, naming, parameters, placing, refuse_unsupported, truncation
+from .openai_bodies import ChatBody, Common, body_of, effort_of, naming, parameters, placing, refuse_unsupported
 from .openai_chats import MOST_THOUGHTS, Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
@@ -92,7 +92,7 @@ class Anthropic:
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)
         with _wording(places):
-            asked = _parameters(http, body, truncation(body, limits.max_input_tokens))
+            asked = _parameters(http, body, limits)
             request, make = await self._chats.request(chat, asked, limits)
         clock.valid()
         blocks = Blocks(message_parser_of(make))
@@ -154,11 +154,11 @@ class Events:
                 yield {"type": "message_stop"}
 
 
-def _parameters(http: web.Request, body: MessagesBody, truncate: int | None) -> Parameters:
+def _parameters(http: web.Request, body: MessagesBody, limits: Limits) -> Parameters:
     tier = None if body.service_tier is None else TIERS.get(body.service_tier, body.service_tier)
     user = (body.metadata or {}).get("user_id") if body.user is None else body.user
     meant = replace(body, stop=body.stop_sequences, service_tier=tier, user=user)
-    return parameters(http, meant, max_new_tokens=body.max_tokens, fitting=True, truncate=truncate)
+    return parameters(http, meant, limits, max_new_tokens=body.max_tokens, fitting=True)
 
 
 @contextmanager

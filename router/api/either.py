@@ -10,7 +10,7 @@ from ..config import RouterConfig
 from ..request import Refused, Request
 from .body import decode, json_response
 from .openai import OpenAI
-from .openai_bodies import UNSUPPORTED_IN_CHATS, ChatBody, beam_width_of, naming, parameters, refuse_unsupported, truncation
+from .openai_bodies import UNSUPPORTED_IN_CHATS, ChatBody, beam_width_of, naming, parameters, refuse_unsupported
 from .openai_chats import Chats
 from .ports import Batcher, limits_of
 from .stream import Clock, fold, headers_of
@@ -109,8 +109,7 @@ class Either:
         refuse_unsupported(body, UNSUPPORTED_IN_CHATS)
         _refuse_more_than_text(body)
         width, limits = beam_width_of(body), limits_of(self._batcher)
-        truncate = truncation(body, limits.max_input_tokens)
-        asked = parameters(http, body, width=width, max_new_tokens=body.most, truncate=truncate)
+        asked = parameters(http, body, limits, width=width, max_new_tokens=body.most)
         with naming(**body.names, **width.names):
             request, _ = await self._chats.request(body, asked, limits)
         return request

@@ -33,7 +33,6 @@ from .openai_bodies import (
     naming,
     parameters,
     prompt_alternatives,
-    truncation,
 )
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
@@ -98,13 +97,13 @@ class OpenAI:
         asked = parameters(
             http,
             body,
+            limits,
             choices=shown,
             width=width,
             max_new_tokens=body.most,
             top_n_tokens=body.top_logprobs,
             prompt_logprobs=alternatives is not None,
             prompt_top_n=alternatives or 0,
-            truncate=truncation(body, limits.max_input_tokens),
         )
         with naming(**body.names, **width.names):
             request, make = await self._chats.request(body, asked, limits)
@@ -136,13 +135,13 @@ class OpenAI:
         asked = parameters(
             http,
             body,
+            limits,
             choices=drawn,
             width=width,
             max_new_tokens=1 if silent else asked_tokens,
             top_n_tokens=body.logprobs,
             prompt_logprobs=scored or alternatives is not None,
             prompt_top_n=(body.logprobs if scored else alternatives) or 0,
-            truncate=truncation(body, limits.max_input_tokens),
             grammar=grammar_of(body),
         )
         special = body.add_special_tokens is not False

@@ -23,7 +23,6 @@ from .openai_bodies import (
     naming,
     parameters,
     placing,
-    truncation,
 )
 from .openai_chats import Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
@@ -92,9 +91,9 @@ class Responses:
         asked = parameters(
             http,
             body,
+            limits,
             max_new_tokens=body.max_output_tokens,
             top_n_tokens=body.top_logprobs if logprobs else None,
-            truncate=truncation(body, limits.max_input_tokens),
         )
         messages, places = messages_of(body)
         chat = _chat(body, messages)
