@@ -247,9 +247,8 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
         completion_tokens=0 if asked.silent else sum(answer.finish.generated_tokens for answer in _all(folded)),
         cached_tokens=sum(drawn[0].prompt.cached_tokens for drawn in folded),
         reasoning_tokens=shapes.reasoning_tokens(),
+        speculations=[speculation_of(answer.finish for answer in drawn) for drawn in folded],
     )
-    for drawn in folded:
-        usage.add_speculation(speculation_of(answer.finish for answer in drawn))
     beside = asked.beside
     if entries and asked.chat:
         beside = {"prompt_logprobs": entries[0]} | beside
@@ -316,8 +315,7 @@ class Events:
         if not self._options.include_usage:
             return DONE
         self._usage.reasoning_tokens = self._shapes.reasoning_tokens()
-        for finish in self._finishes.values():
-            self._usage.add_speculation(finish.speculation)
+        self._usage.speculations = [finish.speculation for finish in self._finishes.values()]
         usage, timing = encode(self._usage.json()), encode(self._timing.json(self._usage.completion_tokens))
         return sse_frame(b'%b%b,"usage":%b,"metrics":%b}' % (self._head, self._tail, usage, timing)) + DONE
 

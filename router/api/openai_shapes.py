@@ -33,13 +33,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     reasoning_tokens: int | None = None  # of the completion; None: reasoning is not parsed
-    speculation: Speculation | None = None  # draft tokens proposed and accepted; None: nothing was speculated
-
-    def add_speculation(self, speculation: Speculation | None) -> None:
-        """Adds one request's draft statistics."""
-        if speculation is not None:
-            drafted, accepted = (self.speculation.drafted, self.speculation.accepted) if self.speculation else (0, 0)
-            self.speculation = Speculation(drafted + speculation.drafted, accepted + speculation.accepted, speculation.steps)
+    speculations: Sequence[Speculation | None] = ()  # draft tokens of each request; None: it could not have any
 
     @property
     def details(self) -> Json:
@@ -47,9 +41,9 @@ class Usage:
         found: Json = {}
         if self.reasoning_tokens is not None:
             found["reasoning_tokens"] = self.reasoning_tokens
-        if self.speculation is not None:
-            found["accepted_prediction_tokens"] = self.speculation.accepted
-            found["rejected_prediction_tokens"] = self.speculation.drafted - self.speculation.accepted
+        if speculations := list(filter(None, self.speculations)):
+            found["accepted_prediction_tokens"] = sum(one.accepted for one in speculations)
+            found["rejected_prediction_tokens"] = sum(one.drafted - one.accepted for one in speculations)
         return found
 
     def json(self) -> Json:
