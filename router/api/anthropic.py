@@ -21,7 +21,7 @@ from .openai_chats import MOST_THOUGHTS, Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
-from .stream import Clock, fold, headers_of, send, sse_frame_with_event, stream_headers_of
+from .stream import Clock, Encoder, fold, headers_of, send, sse_frame_with_event, stream_headers_of
 
 TIERS = {"standard_only": "default"}
 THINKING = {"enabled": True, "disabled": False, "adaptive": None}
@@ -118,7 +118,7 @@ class Anthropic:
         return json_response({"input_tokens": len(ids)})
 
 
-class Events:
+class Events(Encoder):
     """The SSE events of one streamed message."""
 
     def __init__(self, message: Message, blocks: Blocks, usage: Usage, full: bool) -> None:
@@ -129,12 +129,8 @@ class Events:
         self._full = full
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         return b"".join(sse_frame_with_event(encode(event)) for item in items for event in self._events(item))
-
-    def end(self) -> bytes:
-        """Nothing: Finish has ended the stream already."""
-        return b""
 
     def failed(self, problem: Problem) -> bytes:
         """The error event that ends a stream that failed."""

@@ -40,7 +40,7 @@ from .openai_ids import WithTokenIds
 from .openai_logprobs import Echo, LogprobWriter, encode
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
-from .stream import Answer, Clock, escaped, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
+from .stream import Answer, Clock, Encoder, escaped, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
 
 DONE = b"data: [DONE]\n\n"
 MOST_SCORES = 1 << 20  # log-probabilities of prompts that an answer with several choices may hold: some 70 bytes each
@@ -257,7 +257,7 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
     return asked.envelope.whole(choices, usage) | beside
 
 
-class Events:
+class Events(Encoder):
     """The SSE chunks of one streamed answer: one for each choice of each item, usage if it is asked for, [DONE]."""
 
     def __init__(self, asked: Asked, options: StreamOptions, clock: Clock) -> None:
@@ -277,7 +277,7 @@ class Events:
         self._around = [self._find_around(place) for place in range(asked.shown * len(asked.requests))]
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         first = stream * self._asked.shown
         if len(items) == 1:  # the most common case
             return self._frames(first, items[0])

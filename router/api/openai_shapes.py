@@ -59,7 +59,8 @@ class Usage:
 
 
 class Shapes(Protocol):
-    """One of OpenAI's two answer shapes. One object for each answer, since some remember what they have sent."""
+    """One of OpenAI's two answer shapes. One object for each answer, since some remember what they have sent. By default an answer
+    neither repeats its prompt nor has reasoning."""
 
     id_prefix: str
     whole: str  # the `object` of an answer
@@ -67,6 +68,7 @@ class Shapes(Protocol):
 
     async def open(self, place: int, prompt: Prompt) -> None:
         """Is called before all other methods for each prompt. place: the prompt's index within the answer."""
+        return
 
     async def choice(self, index: int, answer: Answer) -> Json:
         """A choice of a whole answer."""
@@ -82,11 +84,11 @@ class Shapes(Protocol):
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
         """The bytes that `delta` has before and behind a Token's delta text, if only that text changes from token to token."""
-        ...
+        return None
 
     def reasoning_tokens(self) -> int | None:
         """Reasoning tokens of all choices that were sent."""
-        ...
+        return None
 
 
 @dataclass(slots=True)
@@ -202,7 +204,7 @@ def message_of(parts: Sequence[Part], *, whole: bool) -> Json:
     return message
 
 
-class Chat:
+class Chat(Shapes):
     """The shapes of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
@@ -215,9 +217,6 @@ class Chat:
         self._logprobs = logprobs
         self._make = make
         self._parsers: dict[int, MessageParser] = {}
-
-    async def open(self, place: int, prompt: Prompt) -> None:
-        """Nothing: a chat's answer never begins with its prompt."""
 
     async def choice(self, index: int, answer: Answer) -> Json:
         tokens = answer.tokens
@@ -271,7 +270,7 @@ class Chat:
         return parser
 
 
-class Completions:
+class Completions(Shapes):
     """The shapes of /v1/completions."""
 
     id_prefix = "cmpl-"
@@ -324,9 +323,6 @@ class Completions:
         if self._silent or self._logprobs is not None:
             return None
         return b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}'
-
-    def reasoning_tokens(self) -> None:
-        return None
 
     def _score(self, finish: Finish) -> Json:
         return {} if self._silent else _score(finish)

@@ -29,7 +29,7 @@ from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response
-from .stream import Clock, fold, headers_of, send, sse_frame_with_event, stream_headers_of
+from .stream import Clock, Encoder, fold, headers_of, send, sse_frame_with_event, stream_headers_of
 
 LOGPROBS = "message.output_text.logprobs"
 FUNCTION = re.compile(r"tools\[(\d+)\]\.function")  # the place of a tool's fields in chats; in this API they stand beside the type
@@ -117,7 +117,7 @@ class Responses:
         return json_response(content, headers_of(clock, [request], [answer]) | headers)
 
 
-class Events:
+class Events(Encoder):
     """The SSE events of one streamed response, numbered."""
 
     def __init__(self, response: Response, output: Output, usage: Usage) -> None:
@@ -127,12 +127,8 @@ class Events:
         self._number = 0
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         return b"".join(self._framed(event) for item in items for event in self._events(item))
-
-    def end(self) -> bytes:
-        """Nothing: Finish has ended the stream already."""
-        return b""
 
     def failed(self, problem: Problem) -> bytes:
         """The event that ends a stream that failed."""

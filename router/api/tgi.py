@@ -22,7 +22,7 @@ from .body import decode, json_response
 from .errors import Problem, tgi_body
 from .links import ImageLoader
 from .ports import Batcher, limits_of
-from .stream import Clock, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
+from .stream import Clock, Encoder, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (
     GRAMMARS,
@@ -253,7 +253,7 @@ class Tgi:
         return [PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in scored]
 
 
-class Events:
+class Events(Encoder):
     """The SSE events of one stream, numbered: one for each token. The last token's event also carries the finish."""
 
     def __init__(self, asked: Asked) -> None:
@@ -261,16 +261,12 @@ class Events:
         self._index = 0
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         frames = []
         for item, after in zip(items, [*items[1:], None], strict=True):
             if isinstance(item, Token):
                 frames.append(self._frame(item, after if isinstance(after, Finish) else None))
         return b"".join(frames)
-
-    def end(self) -> bytes:
-        """Nothing."""
-        return b""
 
     def failed(self, problem: Problem) -> bytes:
         """The error event that ends a stream that failed."""
@@ -301,7 +297,7 @@ class BeamEvents(Events):
         self._last: Token | None = None  # of the best answer, not sent yet
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         frames = []
         for item in items:
             match item:
