@@ -339,15 +339,15 @@ class Batcher:
     def _admissible(self, request: Request) -> None:
         """Raises if the request can't be taken now."""
         if not self._adapters.knows(request.adapter):
-            raise self._metrics.ended(NoModel(GONE), "validation")
+            raise self._metrics.ended(NoModel(GONE))
         if self._broken and not self._draining:
-            raise self._metrics.ended(Broken(self._broken), "generation")
+            raise self._metrics.ended(Broken(self._broken))
         late = (request.arrived or monotonic()) >= self._last_call
         if self._loop is None or late or (self._draining and (self._recovering or self._broken)):
-            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
+            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"))
         if not admits(self.readers, self._config.max_concurrent_requests, request.tenant):
             message = f"{self._readers.counts.total()} requests are in flight, as many as the server takes at once"
-            raise self._metrics.ended(Overloaded(message, self.seconds_to_room(monotonic())), "overloaded")
+            raise self._metrics.ended(Overloaded(message, self.seconds_to_room(monotonic())))
 
     def fits(self, request: Request) -> bool:
         """Whether a request can run here now: there are shards, as far as is known, it is not too large for them, they see images
@@ -406,9 +406,9 @@ class Batcher:
         )
         if not self.scheduler.admissible(job.prompt_tokens, job.max_new_tokens, job.choices):
             message = "the shards were lost, and those that took their place have too little memory for this request"
-            self._fail(stream.uid, Broken(message), "generation")
+            self._fail(stream.uid, Broken(message))
         elif self.refuses(request):
-            self._fail(stream.uid, Broken("the adapter by which it goes could not be loaded again"), "generation")
+            self._fail(stream.uid, Broken("the adapter by which it goes could not be loaded again"))
         elif not self._inquest.admits(stream.uid):
             self._held.add(stream.uid)
         else:
@@ -437,7 +437,7 @@ class Batcher:
 
     def expire(self, stream: Stream) -> None:
         """The request's own timeout is over."""
-        self._fail(stream.uid, Expired.after(stream.request.timeout, stream.generated), "timeout")
+        self._fail(stream.uid, Expired.after(stream.request.timeout, stream.generated))
 
     def _leave(self, stream: Stream, now: float) -> None:
         """All choices of the stream are done."""
@@ -446,23 +446,21 @@ class Batcher:
         assert stream.finish is not None
         self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
 
-    def _fail(self, uid: int, failure: Exception, kind: str) -> None:
+    def _fail(self, uid: int, failure: Exception) -> None:
         """Ends one stream with an error."""
         stream = self._streams.get(uid)
         if stream is not None:
             self._forget(stream)
             self._cancel(uid)
-            self._metrics.failed(kind)
-            if isinstance(failure, Failure):
-                failure.counted = True
-            stream.run.fail(kind, stream.generated)
+            counted = self._metrics.ended(failure if isinstance(failure, Failure) else Broken())  # else a fault of ours
+            stream.run.fail(counted.kind, stream.generated)
             stream.failure = failure
             stream.wake()
 
     def _cut(self, failure: Failure) -> None:
         """Ends all streams with an error."""
         for uid in tuple(self._streams):
-            self._fail(uid, failure, "unavailable" if isinstance(failure, NotReady) else "generation")
+            self._fail(uid, failure)
 
     def _give_up(self, lost: str) -> None:
         """The shards are lost during shutdown and don't come back: all streams are cut, as at the timeout; another server has to
@@ -541,9 +539,9 @@ class Batcher:
             try:
                 stream.push()
             except Exception as error:  # a sink is external code: its fault must not affect other streams
-                self._fail(stream.uid, error, "generation")
+                self._fail(stream.uid, error)
         for uid, message in zip(reply.failed_uids, reply.failed_messages, strict=True):
-            self._fail(uid, Broken(message), "generation")
+            self._fail(uid, Broken(message))
 
     def _stop(self, stream: Stream, choice: Choice) -> None:
         """Ends a choice at a stop string, which the shards don't know."""
@@ -584,7 +582,7 @@ class Batcher:
         guilty = self._inquest.died({uid: place for uid, place in places.items() if place is not None})
         if guilty is not None:
             logger.error("request %s fails: the shards died again while it alone was computed", self._streams[guilty].run.name)
-            self._fail(guilty, Broken("the shards died again and again while they computed this request"), "generation")
+            self._fail(guilty, Broken("the shards died again and again while they computed this request"))
 
     def _place(self, uid: int) -> int | None:
         """How far a request has come, in steps; None if it is not here any more."""

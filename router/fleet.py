@@ -190,9 +190,9 @@ class Fleet(PeerReplicas):
     def _admissible(self, request: Request) -> None:
         """Raises if the request can't be taken now."""
         if not self.adapters.knows(request.adapter):
-            raise self._metrics.ended(NoModel(GONE), "validation")
+            raise self._metrics.ended(NoModel(GONE))
         if self.limits is None or (request.arrived or monotonic()) >= self._last_call:
-            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
+            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"))
         readers: Counter[str] = Counter()
         for member in self._members.values():
             readers.update(member.batcher.readers)
@@ -200,7 +200,7 @@ class Fleet(PeerReplicas):
             message = f"{readers.total()} requests are in flight, as many as the server takes at once"
             now = monotonic()
             room = min(member.batcher.seconds_to_room(now) for member in self._members.values())
-            raise self._metrics.ended(Overloaded(message, room), "overloaded")
+            raise self._metrics.ended(Overloaded(message, room))
 
     def _place(self, request: Request, tell: Callable[[str, str, int], None] | None = None) -> Batcher | None:
         """The batcher that takes a request. None: nobody can."""
@@ -226,7 +226,7 @@ class Fleet(PeerReplicas):
         had, or will have."""
         known = [member for member in self._members.values() if member.batcher.limits is not None and not member.failed]
         if not known or self._draining:  # those that were ready have left, and no others will come
-            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"), "unavailable")
+            raise self._metrics.ended(NotReady(f"not ready: {self.stage}"))
 
         def cost(member: Member) -> tuple[bool, bool, int]:
             # one that has shards does not wait for an adapter that they lack; others load it before anything is queued

@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import prometheus_client
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
@@ -26,8 +25,6 @@ from prometheus_client.utils import floatToGoString
 from ..proto import shard_pb2
 from .request import Failure, Finish, Request
 from .scheduler import Action, Filter, Prefill
-
-Ended = TypeVar("Ended", bound=Failure)
 
 SECONDS = tuple(1e-4 * 1.5**power for power in range(1, 36))  # to 146 s, as in TGI
 RECOVERY = tuple(0.5 * 1.5**power for power in range(19))  # to 12 minutes: large models take long to load
@@ -201,9 +198,9 @@ class Metrics:
         if kind == "dropped":
             self._counters["penstock_client_disconnects"].inc()
 
-    def ended(self, failure: Ended, kind: str) -> Ended:
+    def ended(self, failure: Failure) -> Failure:
         """Counts the failure of a request that has arrived, and returns it."""
-        self.failed(kind)
+        self.failed(failure.kind)
         failure.counted = True
         return failure
 

@@ -218,11 +218,14 @@ class Failure(Exception):
       Broken       the shards failed while they computed it
     """
 
+    kind = "generation"  # in metrics and logs
     counted = False  # whether the metrics have it already; else the request never got that far
 
 
 class Refused(Failure):
     """The request is invalid; the message says which value and what would do. `parameter` names the field, if one is to blame."""
+
+    kind = "validation"
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -248,6 +251,8 @@ class TooLong(Refused):
 class Overloaded(Failure):
     """There is no room for the request, or no thread free to validate it. `retry_after`: estimated seconds until there is."""
 
+    kind = "overloaded"
+
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after = retry_after
@@ -255,6 +260,8 @@ class Overloaded(Failure):
 
 class Expired(Failure):
     """The request's own `timeout` is over, and its answer is not complete."""
+
+    kind = "timeout"
 
     @classmethod
     def after(cls, timeout: float, generated: int = 0) -> "Expired":
@@ -264,6 +271,8 @@ class Expired(Failure):
 
 class NotReady(Failure):
     """The model is still loading, or the server is shutting down."""
+
+    kind = "unavailable"
 
 
 class Broken(Failure):

@@ -75,9 +75,10 @@ class ImageResizer(ABC):
         return self._run(image, size={"height": height, "width": width})["pixel_values"]
 
 
-def too_few(needed: int) -> ValueError:
-    """The error for a pixel limit below what every image of this model has."""
-    return ValueError(f"--max-image-pixels must be at least {needed} for this model")
+def check_limit(most: int, needed: int) -> None:
+    """Raises ValueError for a pixel limit below what every image of this model has."""
+    if most < needed:
+        raise ValueError(f"--max-image-pixels must be at least {needed} for this model")
 
 
 def nothing_left(longest: int) -> UnusableImage:
@@ -115,8 +116,7 @@ class TokenBoundPatches(QwenPatches):
     def _bounds(self, most: int) -> dict[str, Any]:
         unit = (self._merged * self._patch) ** 2
         longest = min(self._processor.max_image_tokens, most // unit)
-        if longest < 1:
-            raise too_few(unit)
+        check_limit(longest * unit, unit)
         return {"min_image_tokens": min(self._processor.min_image_tokens, longest), "max_image_tokens": longest}
 
 
@@ -201,8 +201,7 @@ class InternVlTiles(ImageResizer):
         self._pixels = processor.size.height * processor.size.width
 
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
-        if most < self._pixels:
-            raise too_few(self._pixels)
+        check_limit(most, self._pixels)
         tiles = min(self._processor.max_patches, max(1, most // self._pixels - 1))
         found = self._run(image, crop_to_patches=True, min_patches=min(self._processor.min_patches, tiles), max_patches=tiles)
         values = found["pixel_values"]
@@ -218,8 +217,7 @@ class LlavaNextTiles(ImageResizer):
         self._tiling = tiling(said, vision["image_size"], vision["patch_size"], model.get("vision_aspect_ratio", ""))
 
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
-        if most < self._tiling.least:
-            raise too_few(self._tiling.least)
+        check_limit(most, self._tiling.least)
         within, size = self._tiling.within(most), (image.height, image.width)
         found = self._run(image, image_grid_pinpoints=[[*one] for one in within.resolutions])
         return PreprocessedImage([found["pixel_values"][0]], 1, within.length(size), size=size)
@@ -229,8 +227,7 @@ class OneVisionTiles(LlavaNextTiles):
     """LLaVA-OneVision's: where a prompt has several images, each is one tile with a token after it, as in transformers' chats."""
 
     def among(self, image: Any, most: int) -> PreprocessedImage:
-        if most < self._tiling.least:
-            raise too_few(self._tiling.least)
+        check_limit(most, self._tiling.least)
         values = self._run([[image, image]])["pixel_values"][0]
         return PreprocessedImage([values], 1, self._tiling.tokens**2 + 1, size=(image.height, image.width))
 
@@ -244,8 +241,7 @@ class IdeficsTiles(ImageResizer):
         self._side = self._tile // model["vision_config"]["patch_size"] // model["scale_factor"]  # tokens
 
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
-        if most < self._tile**2:
-            raise too_few(self._tile**2)
+        check_limit(most, self._tile**2)
         width, height = image.size
         for longest in (self._longest, *range((self._longest - 1) // self._tile * self._tile, 0, -self._tile)):
             size = {"longest_edge": longest}
@@ -270,8 +266,7 @@ class IdeficsQuarters(ImageResizer):
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
         """The longest side is as long as possible: with all sides at their minimum, a part has the least pixels."""
         least = self._shortest**2
-        if most < least:
-            raise too_few(least)
+        check_limit(most, least)
         splits = self._processor.do_image_splitting and most >= self.PARTS * least and min(image.size) > 1
         parts = [image.size, *(quarters(*image.size) if splits else ())]
         bounds = range(self._shortest, self._longest + 1)
@@ -317,8 +312,7 @@ class Llama4Tiles(ImageResizer):
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
         import numpy
 
-        if most < self._tile**2:
-            raise too_few(self._tile**2)
+        check_limit(most, self._tile**2)
         tiles = most // self._tile**2
         rows, columns = canvas((image.height, image.width), self._tile, min(self._most, max(1, tiles - 1)), self._largest)
         room = numpy.float32(rows * self._tile), numpy.float32(columns * self._tile)
@@ -374,8 +368,7 @@ class DeepseekViews(ImageResizer):
             raise ValueError(f"image_size {side!r} of sam_config is not supported: 1024 is")
 
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
-        if most < self._whole**2:
-            raise too_few(self._whole**2)
+        check_limit(most, self._whole**2)
         if round(min(image.size) * self._whole / max(image.size)) == 0:
             raise nothing_left(self._whole)
         tiles = min(self._processor.max_patches, (most - self._whole**2) // self._tile**2)
@@ -404,8 +397,7 @@ class StepWindows(ImageResizer):
 
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
         """If even the lowest bound leaves too many tiles, only the whole image is used."""
-        if most < self._whole**2:
-            raise too_few(self._whole**2)
+        check_limit(most, self._whole**2)
         image, room = self._filled(image), (most - self._whole**2) // self._tile**2
         for longest in (self._longest, *range(self._longest - self.STEP, self._whole - self.STEP, -self.STEP)):
             size, crop, window = windows(image.size, longest, self._whole, self._tile)
@@ -465,9 +457,8 @@ class PatchBudget(ImageResizer):
 
     def __call__(self, image: Any, most: int) -> PreprocessedImage:
         tokens = min(self._processor.max_soft_tokens, most // self._unit**2)
-        budget = next((budget for budget in self.BUDGETS if budget <= tokens), None)
-        if budget is None:
-            raise too_few(self.BUDGETS[-1] * self._unit**2)
+        check_limit(tokens * self._unit**2, self.BUDGETS[-1] * self._unit**2)
+        budget = next(budget for budget in self.BUDGETS if budget <= tokens)
         found = self._run(image, max_soft_tokens=budget)
         places = found["image_position_ids"][0]
         wide, high = (int(number) + 1 for number in places.max(0))

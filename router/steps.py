@@ -50,9 +50,9 @@ class Steps:
         shards: Shards,
         streams: Mapping[int, Stream],
         metrics: Metrics,
-        fail: Callable[[int, Exception, str], None],
+        fail: Callable[[int, Exception], None],
     ) -> None:
-        """streams: all that need something of the shards, by uid; fail: ends one of them with an error and the error's kind."""
+        """streams: all that need something of the shards, by uid; fail: ends one of them with an error."""
         self.scheduler = scheduler
         self._shards = shards
         self._streams = streams
@@ -127,7 +127,7 @@ class Steps:
         except (ValueError, TypeError):  # a value that validation should have refused: only this request fails
             logger.exception("request %s fails: the shards can't be asked for it", stream.run.name)
             self.scheduler.forget(stream.uid)
-            self._fail(stream.uid, Broken("the shards can't be asked for this request"), "generation")
+            self._fail(stream.uid, Broken("the shards can't be asked for this request"))
             return None
 
     def _report(self, action: Action, seconds: float, reply: shard_pb2.Reply) -> shard_pb2.StepReply | None:

@@ -39,7 +39,6 @@ class AdapterRoutes:
         self._able = config.max_loras > 0
         self._adapters = adapters
         self._key = digest(config.admin_key.encode()) if config.admin_key else b""
-        self._load, self._unload = msgspec.json.Decoder(LoadBody), msgspec.json.Decoder(UnloadBody)
 
     def routes(self) -> list[web.RouteDef]:
         """The routes. Without `--max-loras` they answer how to enable them."""
@@ -47,7 +46,7 @@ class AdapterRoutes:
 
     async def load(self, http: web.Request) -> web.Response:
         """POST /v1/load_lora_adapter: the folder is read on every machine that has shards."""
-        body = self._decoded(http, self._load)
+        body = self._decoded(http, LoadBody)
         if not body.lora_path.strip():  # shards would look where they were started
             raise Refused("`lora_path` is empty: name a folder, or OWNER/MODEL of the hub", "lora_path")
         try:
@@ -58,14 +57,14 @@ class AdapterRoutes:
 
     async def unload(self, http: web.Request) -> web.Response:
         """POST /v1/unload_lora_adapter: running requests of the adapter are completed."""
-        body = self._decoded(http, self._unload)
+        body = self._decoded(http, UnloadBody)
         await self._adapters.unload(body.lora_name)
         return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
-    def _decoded(self, http: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
+    def _decoded(self, http: web.Request, kind: type[Body]) -> Body:
         if self._key and not bears(http, [self._key]):
             raise unauthorized("the admin key")
-        body = decode(http, decoder)
+        body = decode(http, kind)
         if not self._able:
             raise Unknown("adapters are loaded while the server runs if it is started with --max-loras")
         return body

@@ -49,7 +49,6 @@ class Admin:
     def __init__(self, config: RouterConfig, replicas: Replicas) -> None:
         self._replicas = replicas
         self._key = digest(config.admin_key.encode()) if config.admin_key else b""
-        self._join, self._drain = msgspec.json.Decoder(JoinBody), msgspec.json.Decoder(DrainBody)
 
     def routes(self) -> list[web.RouteDef]:
         """The routes. On a server without an admin key they answer how to get one."""
@@ -67,12 +66,12 @@ class Admin:
 
     async def join(self, http: web.Request) -> web.Response:
         """POST /admin/replicas: 202; it takes requests once it is connected."""
-        body = decode(http, self._join)
+        body = decode(http, JoinBody)
         return json_response(self._replicas.join(_addresses(body.address), _name(body.name)), status=202)
 
     async def drain(self, http: web.Request) -> web.Response:
         """POST /admin/replicas/{name}/drain: 202; it is "drained" when no request is left on it."""
-        body = decode(http, self._drain) if http.body_exists else DrainBody()
+        body = decode(http, DrainBody) if http.body_exists else DrainBody()
         return json_response(self._replicas.retire(http.match_info["name"], body.move), status=202)
 
     async def remove(self, http: web.Request) -> web.Response:

@@ -5,24 +5,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
 from ..config import RouterConfig
-from ..request import Finish, Grown, Item, Prompt, Refused, Token, TooLong
+from ..request import Finish, Grown, Item, Limits, Prompt, Refused, Token, TooLong
 from ..text import Tokenizer
 from ..validation import Parameters, Validator
 from .anthropic_messages import choice_of, messages_of, tools_of
 from .anthropic_shapes import Blocks, Message, end_of, usage_json
 from .body import decode, json_response
 from .errors import Problem, anthropic_error, shown
-from .openai_bodies import ChatBody, Common, body_of, effort_of, naming, parameters, placing, refuse_unsupported, truncation
+from .openai_bodies import ChatBody, Common, body_of, effort_of, naming, parameters, placing, refuse_unsupported
 from .openai_chats import MOST_THOUGHTS, Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
-from .stream import Clock, fold, headers_of, send, sse_frame_with_event, stream_headers_of
+from .stream import Clock, Encoder, fold, headers_of, send, sse_frame_with_event, stream_headers_of
 
 TIERS = {"standard_only": "default"}
 THINKING = {"enabled": True, "disabled": False, "adaptive": None}
@@ -84,17 +83,16 @@ class Anthropic:
         self._batcher = batcher
         self._chats = chats
         self._writer = LogprobWriter(tokenizer)
-        self._decoder = msgspec.json.Decoder(MessagesBody)
 
     async def messages(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/messages."""
         clock = Clock()
-        body, headers = body_of(http, self._decoder, self._config, UNSUPPORTED)
+        body, headers = body_of(http, MessagesBody, self._config, UNSUPPORTED)
         limits = limits_of(self._batcher)
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)
         with _wording(places):
-            asked = _parameters(http, body, truncation(body, limits.max_input_tokens))
+            asked = _parameters(http, body, limits)
             request, make = await self._chats.request(chat, asked, limits)
         clock.valid()
         blocks = Blocks(message_parser_of(make))
@@ -111,7 +109,7 @@ class Anthropic:
 
     async def count_tokens(self, http: web.Request) -> web.Response:
         """POST /v1/messages/count_tokens. It needs no shard."""
-        body = decode(http, self._decoder)
+        body = decode(http, MessagesBody)
         refuse_unsupported(body, UNSUPPORTED)
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)
@@ -120,7 +118,7 @@ class Anthropic:
         return json_response({"input_tokens": len(ids)})
 
 
-class Events:
+class Events(Encoder):
     """The SSE events of one streamed message."""
 
     def __init__(self, message: Message, blocks: Blocks, usage: Usage, full: bool) -> None:
@@ -131,12 +129,8 @@ class Events:
         self._full = full
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         return b"".join(sse_frame_with_event(encode(event)) for item in items for event in self._events(item))
-
-    def end(self) -> bytes:
-        """Nothing: Finish has ended the stream already."""
-        return b""
 
     def failed(self, problem: Problem) -> bytes:
         """The error event that ends a stream that failed."""
@@ -156,11 +150,11 @@ class Events:
                 yield {"type": "message_stop"}
 
 
-def _parameters(http: web.Request, body: MessagesBody, truncate: int | None) -> Parameters:
+def _parameters(http: web.Request, body: MessagesBody, limits: Limits) -> Parameters:
     tier = None if body.service_tier is None else TIERS.get(body.service_tier, body.service_tier)
     user = (body.metadata or {}).get("user_id") if body.user is None else body.user
     meant = replace(body, stop=body.stop_sequences, service_tier=tier, user=user)
-    return parameters(http, meant, max_new_tokens=body.max_tokens, fitting=True, truncate=truncate)
+    return parameters(http, meant, limits, max_new_tokens=body.max_tokens, fitting=True)
 
 
 @contextmanager

@@ -29,13 +29,13 @@ MARKS = re.compile(rb'"((?:[^"\\]|\\.)*)"|[\[{]|[\]}]', re.DOTALL)
 Body = TypeVar("Body")
 
 
-def decode(http: web.Request, decoder: msgspec.json.Decoder[Body]) -> Body:
-    """The body, decoded. Raises HttpError if it is too large or no JSON, Refused if a field has a wrong type or comes twice."""
-    body, _ = decode_named(http, decoder)
+def decode(http: web.Request, kind: type[Body]) -> Body:
+    """The body as this type. Raises HttpError if it is too large or no JSON, Refused if a field has a wrong type or comes twice."""
+    body, _ = decode_named(http, kind)
     return body
 
 
-def decode_named(http: web.Request, decoder: msgspec.json.Decoder[Body]) -> tuple[Body, Collection[str]]:
+def decode_named(http: web.Request, kind: type[Body]) -> tuple[Body, Collection[str]]:
     """The body, decoded as by `decode`, and the names of all its fields, known or not."""
     if http.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise HttpError(Problem(415, "unsupported_encoding", "compressed bodies are not supported: send plain JSON"))
@@ -47,7 +47,7 @@ def decode_named(http: web.Request, decoder: msgspec.json.Decoder[Body]) -> tupl
     _check_marks(data)
     try:
         text = data.decode()
-        found = decoder.decode(data)
+        found = msgspec.json.decode(data, type=kind)
         if NAMES not in http:
             http[NAMES] = _names(text)
         return found, http[NAMES]

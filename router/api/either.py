@@ -10,7 +10,7 @@ from ..config import RouterConfig
 from ..request import Refused, Request
 from .body import decode, json_response
 from .openai import OpenAI
-from .openai_bodies import UNSUPPORTED_IN_CHATS, ChatBody, beam_width_of, naming, parameters, refuse_unsupported, truncation
+from .openai_bodies import UNSUPPORTED_IN_CHATS, ChatBody, beam_width_of, naming, parameters, refuse_unsupported
 from .openai_chats import Chats
 from .ports import Batcher, limits_of
 from .stream import Clock, fold, headers_of
@@ -47,15 +47,10 @@ class Either:
         self._chats = chats
         self._tgi = tgi
         self._openai = openai
-        self._kind = msgspec.json.Decoder(Kind)
-        self._vertex = msgspec.json.Decoder(VertexBody)
-        self._generate = msgspec.json.Decoder(GenerateBody)
-        self._chat = msgspec.json.Decoder(ChatBody)
-        self._tokenize = msgspec.json.Decoder(TokenizeChatBody)
 
     async def invocations(self, http: web.Request) -> web.StreamResponse:
         """POST /invocations: as /, a chat or a completion, depending on the body."""
-        kind = decode(http, self._kind)  # the body stays readable for the handler
+        kind = decode(http, Kind)  # the body stays readable for the handler
         if kind.inputs is not msgspec.UNSET:
             return await self._tgi.root(http)
         if kind.messages is not msgspec.UNSET:
@@ -67,7 +62,7 @@ class Either:
     async def vertex(self, http: web.Request) -> web.Response:
         """POST /vertex: several prompts and chats; returns the text of each answer."""
         clock = Clock()
-        body = decode(http, self._vertex)
+        body = decode(http, VertexBody)
         most = self._config.max_concurrent_requests
         if not 0 < len(body.instances) <= most:
             raise Refused(f"`instances` must have from 1 to {most} entries. Given: {len(body.instances)}", "instances")
@@ -85,25 +80,25 @@ class Either:
 
     async def chat_tokenize(self, http: web.Request) -> web.Response:
         """POST /chat_tokenize: the prompt that a chat becomes, and its tokens."""
-        body = decode(http, self._chat)
+        body = decode(http, ChatBody)
         text = await self._chats.text(body)
         spans = await self._tgi.spans(text, bool(body.add_special_tokens))
         return json_response({"tokenize_response": spans, "templated_text": text})
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize: TGI's, or vLLM's, which may be of a chat."""
-        kind = decode(http, self._kind)
+        kind = decode(http, Kind)
         if kind.messages is msgspec.UNSET:
             return await self._tgi.tokenize(http)
-        body = decode(http, self._tokenize)
+        body = decode(http, TokenizeChatBody)
         text = await self._chats.text(body)
         return await self._tgi.count(text, bool(body.add_special_tokens), bool(body.return_token_strs))
 
     async def _instance(self, http: web.Request, data: msgspec.Raw) -> tuple[Request, str]:
         """The request of one instance, and what stands before the answer's text."""
-        if self._kind.decode(data).messages is not msgspec.UNSET:
-            return await self._chat_instance(http, self._chat.decode(data)), ""
-        body = self._generate.decode(data)
+        if msgspec.json.decode(data, type=Kind).messages is not msgspec.UNSET:
+            return await self._chat_instance(http, msgspec.json.decode(data, type=ChatBody)), ""
+        body = msgspec.json.decode(data, type=GenerateBody)
         given = body.parameters
         if body.stream or (given and (given.best_of not in (None, 1) or given.num_return_sequences not in (None, 1))):
             raise Refused("neither `stream` nor `best_of` nor `num_return_sequences` is allowed for this endpoint", "instances")
@@ -114,8 +109,7 @@ class Either:
         refuse_unsupported(body, UNSUPPORTED_IN_CHATS)
         _refuse_more_than_text(body)
         width, limits = beam_width_of(body), limits_of(self._batcher)
-        truncate = truncation(body, limits.max_input_tokens)
-        asked = parameters(http, body, width=width, max_new_tokens=body.most, truncate=truncate)
+        asked = parameters(http, body, limits, width=width, max_new_tokens=body.most)
         with naming(**body.names, **width.names):
             request, _ = await self._chats.request(body, asked, limits)
         return request

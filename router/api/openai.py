@@ -33,7 +33,6 @@ from .openai_bodies import (
     naming,
     parameters,
     prompt_alternatives,
-    truncation,
 )
 from .openai_chats import Chats
 from .openai_formats import format_name, grammar_of
@@ -41,7 +40,7 @@ from .openai_ids import WithTokenIds
 from .openai_logprobs import Echo, LogprobWriter, encode
 from .openai_shapes import Chat, Completions, Envelope, Json, Shapes, Usage
 from .ports import Batcher, limits_of
-from .stream import Answer, Clock, escaped, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
+from .stream import Answer, Clock, Encoder, escaped, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
 
 DONE = b"data: [DONE]\n\n"
 MOST_SCORES = 1 << 20  # log-probabilities of prompts that an answer with several choices may hold: some 70 bytes each
@@ -82,13 +81,11 @@ class OpenAI:
         self._chats = chats
         self._writer = LogprobWriter(tokenizer)
         self._fingerprint = f"{version('penstock')}-native"
-        self._completion = msgspec.json.Decoder(CompletionBody)
-        self._chat = msgspec.json.Decoder(ChatBody)
 
     async def chat_completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
         clock = Clock()
-        body, headers = body_of(http, self._chat, self._config, UNSUPPORTED_IN_CHATS)
+        body, headers = body_of(http, ChatBody, self._config, UNSUPPORTED_IN_CHATS)
         if body.best_of not in (None, body.n or 1) and not body.use_beam_search:
             raise Refused("`best_of` is not supported for chats: ask for `n` answers", "best_of")
         if body.top_logprobs and not body.logprobs:
@@ -100,13 +97,13 @@ class OpenAI:
         asked = parameters(
             http,
             body,
+            limits,
             choices=shown,
             width=width,
             max_new_tokens=body.most,
             top_n_tokens=body.top_logprobs,
             prompt_logprobs=alternatives is not None,
             prompt_top_n=alternatives or 0,
-            truncate=truncation(body, limits.max_input_tokens),
         )
         with naming(**body.names, **width.names):
             request, make = await self._chats.request(body, asked, limits)
@@ -116,7 +113,7 @@ class OpenAI:
     async def completions(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/completions."""
         clock = Clock()
-        body, headers = body_of(http, self._completion, self._config, UNSUPPORTED)
+        body, headers = body_of(http, CompletionBody, self._config, UNSUPPORTED)
         prompts = _prompts(body.prompt)
         most = self._config.most_prompts
         if len(prompts) > most:
@@ -138,13 +135,13 @@ class OpenAI:
         asked = parameters(
             http,
             body,
+            limits,
             choices=drawn,
             width=width,
             max_new_tokens=1 if silent else asked_tokens,
             top_n_tokens=body.logprobs,
             prompt_logprobs=scored or alternatives is not None,
             prompt_top_n=(body.logprobs if scored else alternatives) or 0,
-            truncate=truncation(body, limits.max_input_tokens),
             grammar=grammar_of(body),
         )
         special = body.add_special_tokens is not False
@@ -250,9 +247,8 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
         completion_tokens=0 if asked.silent else sum(answer.finish.generated_tokens for answer in _all(folded)),
         cached_tokens=sum(drawn[0].prompt.cached_tokens for drawn in folded),
         reasoning_tokens=shapes.reasoning_tokens(),
+        speculations=[speculation_of(answer.finish for answer in drawn) for drawn in folded],
     )
-    for drawn in folded:
-        usage.add_speculation(speculation_of(answer.finish for answer in drawn))
     beside = asked.beside
     if entries and asked.chat:
         beside = {"prompt_logprobs": entries[0]} | beside
@@ -261,7 +257,7 @@ async def _whole(asked: Asked, folded: list[list[Answer]], entries: Sequence[msg
     return asked.envelope.whole(choices, usage) | beside
 
 
-class Events:
+class Events(Encoder):
     """The SSE chunks of one streamed answer: one for each choice of each item, usage if it is asked for, [DONE]."""
 
     def __init__(self, asked: Asked, options: StreamOptions, clock: Clock) -> None:
@@ -281,7 +277,7 @@ class Events:
         self._around = [self._find_around(place) for place in range(asked.shown * len(asked.requests))]
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         first = stream * self._asked.shown
         if len(items) == 1:  # the most common case
             return self._frames(first, items[0])
@@ -319,8 +315,7 @@ class Events:
         if not self._options.include_usage:
             return DONE
         self._usage.reasoning_tokens = self._shapes.reasoning_tokens()
-        for finish in self._finishes.values():
-            self._usage.add_speculation(finish.speculation)
+        self._usage.speculations = [finish.speculation for finish in self._finishes.values()]
         usage, timing = encode(self._usage.json()), encode(self._timing.json(self._usage.completion_tokens))
         return sse_frame(b'%b%b,"usage":%b,"metrics":%b}' % (self._head, self._tail, usage, timing)) + DONE
 

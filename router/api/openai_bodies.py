@@ -15,7 +15,7 @@ from aiohttp import web
 
 from ..config import RouterConfig
 from ..record import arrival
-from ..request import Priority, Refused
+from ..request import Limits, Priority, Refused
 from ..validation import SMALLEST_FLOAT, Parameters
 from .body import decode_named
 from .errors import shown
@@ -214,11 +214,11 @@ def refuse_unsupported(body: msgspec.Struct, names: Iterable[str]) -> None:
 
 
 def body_of(
-    http: web.Request, decoder: msgspec.json.Decoder[Decoded], config: RouterConfig, unsupported: Iterable[str]
+    http: web.Request, kind: type[Decoded], config: RouterConfig, unsupported: Iterable[str]
 ) -> tuple[Decoded, dict[str, str]]:
     """The body, and the response header that names its unknown fields. Raises HttpError or Refused, also for the first of the
     fields `unsupported` that asks for something, and for unknown ones if the operator wants that."""
-    body, names = decode_named(http, decoder)
+    body, names = decode_named(http, kind)
     unknown = sorted(set(names) - set(body.__struct_fields__) - HARMLESS)
     if unknown and config.unknown_fields == "refuse":
         raise Refused(f"`{unknown[0]}` is not a field of this route (--unknown-fields refuse)", unknown[0])
@@ -271,7 +271,7 @@ def beam_width_of(body: Body) -> BeamWidth:
 
 
 def parameters(
-    http: web.Request, body: Common, *, choices: int | None = None, width: BeamWidth | None = None, **more: Any
+    http: web.Request, body: Common, limits: Limits, *, choices: int | None = None, width: BeamWidth | None = None, **more: Any
 ) -> Parameters:
     """A body's fields as `Parameters`. OpenAI's and vLLM's neutral values become None, as TGI has it. choices: answers to each
     prompt; width: the beams."""
@@ -285,6 +285,7 @@ def parameters(
         length_penalty=body.length_penalty,
         early_stopping=body.early_stopping,
         speculate=body.speculate,
+        truncate=limits.max_input_tokens if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens,  # -1 is vLLM's
         priority=_priority(body),
         timeout=body.timeout,
         arrived=arrival(),
@@ -366,11 +367,6 @@ def prompt_alternatives(body: Body) -> int | None:
     if body.stream:
         raise Refused("`prompt_logprobs` is not supported when streaming tokens", "prompt_logprobs")
     return count
-
-
-def truncation(body: Common, longest: int) -> int | None:
-    """The prompt's length after truncation; vLLM's -1 is the longest that fits."""
-    return longest if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
 
 
 def _min_tokens(body: Common) -> int:

@@ -9,7 +9,7 @@ from .openai_shapes import Json, Shapes
 from .stream import Answer
 
 
-class WithTokenIds:
+class WithTokenIds(Shapes):
     """A `Shapes` that adds `token_ids`, and `prompt_token_ids`, to the choices of another one."""
 
     def __init__(self, shapes: Shapes, prompts: Sequence[Sequence[int]], shown: int, silent: bool) -> None:
@@ -34,9 +34,6 @@ class WithTokenIds:
 
     def delta(self, index: int, item: Token | Finish) -> bytes | None:
         return self._numbered(index, self._shapes.delta(index, item), [item.id] if isinstance(item, Token) else [])
-
-    def around(self, index: int) -> tuple[bytes, bytes] | None:
-        return None
 
     def reasoning_tokens(self) -> int | None:
         return self._shapes.reasoning_tokens()

@@ -33,13 +33,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     reasoning_tokens: int | None = None  # of the completion; None: reasoning is not parsed
-    speculation: Speculation | None = None  # draft tokens proposed and accepted; None: nothing was speculated
-
-    def add_speculation(self, speculation: Speculation | None) -> None:
-        """Adds one request's draft statistics."""
-        if speculation is not None:
-            drafted, accepted = (self.speculation.drafted, self.speculation.accepted) if self.speculation else (0, 0)
-            self.speculation = Speculation(drafted + speculation.drafted, accepted + speculation.accepted, speculation.steps)
+    speculations: Sequence[Speculation | None] = ()  # draft tokens of each request; None: it could not have any
 
     @property
     def details(self) -> Json:
@@ -47,9 +41,9 @@ class Usage:
         found: Json = {}
         if self.reasoning_tokens is not None:
             found["reasoning_tokens"] = self.reasoning_tokens
-        if self.speculation is not None:
-            found["accepted_prediction_tokens"] = self.speculation.accepted
-            found["rejected_prediction_tokens"] = self.speculation.drafted - self.speculation.accepted
+        if speculations := list(filter(None, self.speculations)):
+            found["accepted_prediction_tokens"] = sum(one.accepted for one in speculations)
+            found["rejected_prediction_tokens"] = sum(one.drafted - one.accepted for one in speculations)
         return found
 
     def json(self) -> Json:
@@ -65,7 +59,8 @@ class Usage:
 
 
 class Shapes(Protocol):
-    """One of OpenAI's two answer shapes. One object for each answer, since some remember what they have sent."""
+    """One of OpenAI's two answer shapes. One object for each answer, since some remember what they have sent. By default an answer
+    neither repeats its prompt nor has reasoning."""
 
     id_prefix: str
     whole: str  # the `object` of an answer
@@ -73,6 +68,7 @@ class Shapes(Protocol):
 
     async def open(self, place: int, prompt: Prompt) -> None:
         """Is called before all other methods for each prompt. place: the prompt's index within the answer."""
+        return
 
     async def choice(self, index: int, answer: Answer) -> Json:
         """A choice of a whole answer."""
@@ -88,11 +84,11 @@ class Shapes(Protocol):
 
     def around(self, index: int) -> tuple[bytes, bytes] | None:
         """The bytes that `delta` has before and behind a Token's delta text, if only that text changes from token to token."""
-        ...
+        return None
 
     def reasoning_tokens(self) -> int | None:
         """Reasoning tokens of all choices that were sent."""
-        ...
+        return None
 
 
 @dataclass(slots=True)
@@ -208,7 +204,7 @@ def message_of(parts: Sequence[Part], *, whole: bool) -> Json:
     return message
 
 
-class Chat:
+class Chat(Shapes):
     """The shapes of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
@@ -221,9 +217,6 @@ class Chat:
         self._logprobs = logprobs
         self._make = make
         self._parsers: dict[int, MessageParser] = {}
-
-    async def open(self, place: int, prompt: Prompt) -> None:
-        """Nothing: a chat's answer never begins with its prompt."""
 
     async def choice(self, index: int, answer: Answer) -> Json:
         tokens = answer.tokens
@@ -277,7 +270,7 @@ class Chat:
         return parser
 
 
-class Completions:
+class Completions(Shapes):
     """The shapes of /v1/completions."""
 
     id_prefix = "cmpl-"
@@ -330,9 +323,6 @@ class Completions:
         if self._silent or self._logprobs is not None:
             return None
         return b'{"index":%d,"text":' % index, b',"logprobs":null,"finish_reason":null}'
-
-    def reasoning_tokens(self) -> None:
-        return None
 
     def _score(self, finish: Finish) -> Json:
         return {} if self._silent else _score(finish)

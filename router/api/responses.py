@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from ..config import RouterConfig
@@ -24,14 +23,13 @@ from .openai_bodies import (
     naming,
     parameters,
     placing,
-    truncation,
 )
 from .openai_chats import Chats, message_parser_of
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
 from .responses_shapes import Output, Response
-from .stream import Clock, fold, headers_of, send, sse_frame_with_event, stream_headers_of
+from .stream import Clock, Encoder, fold, headers_of, send, sse_frame_with_event, stream_headers_of
 
 LOGPROBS = "message.output_text.logprobs"
 FUNCTION = re.compile(r"tools\[(\d+)\]\.function")  # the place of a tool's fields in chats; in this API they stand beside the type
@@ -83,20 +81,19 @@ class Responses:
         self._batcher = batcher
         self._chats = chats
         self._writer = LogprobWriter(tokenizer)
-        self._decoder = msgspec.json.Decoder(ResponsesBody)
 
     async def create(self, http: web.Request) -> web.StreamResponse:
         """POST /v1/responses."""
         clock = Clock()
-        body, headers = body_of(http, self._decoder, self._config, UNSUPPORTED)
+        body, headers = body_of(http, ResponsesBody, self._config, UNSUPPORTED)
         limits = limits_of(self._batcher)
         logprobs = _logprobs(body)
         asked = parameters(
             http,
             body,
+            limits,
             max_new_tokens=body.max_output_tokens,
             top_n_tokens=body.top_logprobs if logprobs else None,
-            truncate=truncation(body, limits.max_input_tokens),
         )
         messages, places = messages_of(body)
         chat = _chat(body, messages)
@@ -120,7 +117,7 @@ class Responses:
         return json_response(content, headers_of(clock, [request], [answer]) | headers)
 
 
-class Events:
+class Events(Encoder):
     """The SSE events of one streamed response, numbered."""
 
     def __init__(self, response: Response, output: Output, usage: Usage) -> None:
@@ -130,12 +127,8 @@ class Events:
         self._number = 0
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         return b"".join(self._framed(event) for item in items for event in self._events(item))
-
-    def end(self) -> bytes:
-        """Nothing: Finish has ended the stream already."""
-        return b""
 
     def failed(self, problem: Problem) -> bytes:
         """The event that ends a stream that failed."""

@@ -1,6 +1,6 @@
 """Server-sent events (SSE) with backpressure: a stream of items is either folded into one whole answer or sent event by event.
 
-Knows SSE and clients that disconnect or read slowly, and no API's shapes: an `Events` turns items into whole events, as bytes.
+Knows SSE and clients that disconnect or read slowly, and no API's shapes: an `Encoder` turns items into whole events, as bytes.
 
 Sending is most of what a token costs the router, so a token takes the shortest way there is. The batcher offers what a step
 produced for a stream to that stream's sink; `send` encodes it there and then, and no task wakes up. The bytes of many streams are
@@ -215,7 +215,7 @@ def sse_frame_with_event(data: bytes) -> bytes:
     return b"event: %b\n%b" % (data[start : data.index(b'"', start)], sse_frame(data))
 
 
-class Events(Protocol):
+class Encoder(Protocol):
     """Encodes the items of one answer's streams as SSE frames, any number of whole ones. b"": nothing is sent."""
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
@@ -223,8 +223,8 @@ class Events(Protocol):
         ...
 
     def end(self) -> bytes:
-        """The frames after the last item of all streams."""
-        ...
+        """The frames after the last item of all streams. By default there are none: a Finish has ended the stream already."""
+        return b""
 
     def failed(self, problem: Problem) -> bytes:
         """The frames that end an answer that fails in the middle."""
@@ -235,7 +235,7 @@ async def send(
     http: web.Request,
     batcher: Batcher,
     requests: Sequence[Request],
-    events: Events,
+    events: Encoder,
     headers: dict[str, str],
     open: Callable[[int, Prompt], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:

@@ -22,7 +22,7 @@ from .body import decode, json_response
 from .errors import Problem, tgi_body
 from .links import ImageLoader
 from .ports import Batcher, limits_of
-from .stream import Clock, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
+from .stream import Clock, Encoder, fold, headers_of, send, speculation_of, sse_frame, stream_headers_of
 from .tenant import session_of, tenant_of
 from .tgi_shapes import (
     GRAMMARS,
@@ -78,14 +78,11 @@ class Tgi:
         self._validator = validator
         self._image_loader = image_loader
         self._batcher = batcher
-        self._generate = msgspec.json.Decoder(GenerateBody)
-        self._tokenize = msgspec.json.Decoder(TokenizeBody)
-        self._detokenize = msgspec.json.Decoder(DetokenizeBody)
 
     async def root(self, http: web.Request) -> web.StreamResponse:
         """POST /: what Hugging Face's clients use. `stream` in the body says whether to stream; the default is a whole answer."""
         clock = Clock()
-        body = decode(http, self._generate)
+        body = decode(http, GenerateBody)
         asked = await self.asked(http, body, streaming=bool(body.stream), full_text=True)
         clock.valid()
         return await (self._streamed(http, asked, clock) if body.stream else self._whole(asked, clock, wrapped=True))
@@ -93,7 +90,7 @@ class Tgi:
     async def generate(self, http: web.Request) -> web.StreamResponse:
         """POST /generate."""
         clock = Clock()
-        body = decode(http, self._generate)
+        body = decode(http, GenerateBody)
         asked = await self.asked(http, body, streaming=False, full_text=False)
         clock.valid()
         return await self._whole(asked, clock, wrapped=False)
@@ -101,14 +98,14 @@ class Tgi:
     async def generate_stream(self, http: web.Request) -> web.StreamResponse:
         """POST /generate_stream."""
         clock = Clock()
-        body = decode(http, self._generate)
+        body = decode(http, GenerateBody)
         asked = await self.asked(http, body, streaming=True, full_text=False)
         clock.valid()
         return await self._streamed(http, asked, clock)
 
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize. It needs no shard."""
-        body = decode(http, self._tokenize)
+        body = decode(http, TokenizeBody)
         special = body.add_special_tokens is not False
         if body.prompt is not None:
             return await self.count(body.prompt, special, bool(body.return_token_strs))
@@ -135,7 +132,7 @@ class Tgi:
 
     async def detokenize(self, http: web.Request) -> web.Response:
         """POST /detokenize, which is vLLM's."""
-        body = decode(http, self._detokenize)
+        body = decode(http, DetokenizeBody)
         return json_response({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens, False)})
 
     async def spans(self, text: str, special: bool, truncate: int = 0) -> msgspec.Raw:
@@ -256,7 +253,7 @@ class Tgi:
         return [PrefillJson(id, self._tokenizer.token_text(id), logprob) for id, logprob in scored]
 
 
-class Events:
+class Events(Encoder):
     """The SSE events of one stream, numbered: one for each token. The last token's event also carries the finish."""
 
     def __init__(self, asked: Asked) -> None:
@@ -264,16 +261,12 @@ class Events:
         self._index = 0
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         frames = []
         for item, after in zip(items, [*items[1:], None], strict=True):
             if isinstance(item, Token):
                 frames.append(self._frame(item, after if isinstance(after, Finish) else None))
         return b"".join(frames)
-
-    def end(self) -> bytes:
-        """Nothing."""
-        return b""
 
     def failed(self, problem: Problem) -> bytes:
         """The error event that ends a stream that failed."""
@@ -304,7 +297,7 @@ class BeamEvents(Events):
         self._last: Token | None = None  # of the best answer, not sent yet
 
     def of(self, stream: int, items: Sequence[Item]) -> bytes:
-        """See `stream.Events`."""
+        """See `Encoder`."""
         frames = []
         for item in items:
             match item:

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from penstock.router.api.app import TURNED_AWAY
 from penstock.router.metrics import COUNTERS, HISTOGRAMS, REPLICA_GAUGES, Metrics
+from penstock.router.request import Failure
+from penstock.router.tracing import DROPPED
 from penstock.tests.deploy import promql
 
-ROOT = Path(__file__).parents[2]
-DEPLOY = ROOT / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "monitoring/grafana/penstock.json").read_text())
 RULES = yaml.safe_load((DEPLOY / "monitoring/alerts.yml").read_text())["groups"][0]["rules"]
 PROMETHEUS_LABELS = {"job", "instance", "namespace", "pod"}  # labels that Prometheus adds
@@ -71,8 +71,7 @@ def labels_of_metric(name: str) -> set[str]:
 
 def error_kinds() -> set[str]:
     """The kinds of errors that the router counts."""
-    text = "".join(path.read_text() for path in (ROOT / "router").rglob("*.py"))
-    return set(re.findall(r'(?:fail(?:ed)?|ended)\(.*"(\w+)"\)', text)) | set(TURNED_AWAY)
+    return {Failure.kind, DROPPED, *(each.kind for each in Failure.__subclasses__())}
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)

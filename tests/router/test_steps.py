@@ -122,7 +122,7 @@ def test_stream_that_fails_while_its_preemption_is_in_flight_is_not_resumed() ->
             if command.filter.pause and not preempted:
                 preempted.extend(command.filter.pause)
                 for uid in preempted:
-                    asyncio.get_running_loop().call_soon(batcher._fail, uid, Broken("gone"), "generation")
+                    asyncio.get_running_loop().call_soon(batcher._fail, uid, Broken("gone"))
             return execute(command)
 
         shards.execute = spy  # type: ignore[method-assign]
