@@ -96,6 +96,7 @@ def make_app(
             web.post("/generate_stream", tgi.generate_stream),
             web.post("/tokenize", either.tokenize),
             web.post("/detokenize", tgi.detokenize),
+            web.get("/tokenizer_info", tgi.tokenizer_info),
             web.post("/chat_tokenize", either.chat_tokenize),
             web.post("/invocations", either.invocations),
             web.post("/vertex", either.vertex),
