@@ -14,6 +14,7 @@ from aiohttp import web
 
 from ..adapters import Adapters
 from ..config import RouterConfig
+from ..record import answer_id
 from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Validator
@@ -228,7 +229,9 @@ class OpenAI:
                 beside = {"prompt_token_ids": requests[0].prompt}
             prompts = () if chat else [request.prompt for request in requests]
             shapes = WithTokenIds(shapes, prompts, shown, silent)
-        envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
+        envelope = Envelope(
+            shapes, body.model or self._config.model, self._fingerprint, answer_id(shapes.id_prefix), body.service_tier
+        )
         options, entries = body.stream_options or StreamOptions(), body.prompt_logprobs is not None
         return Asked(requests, envelope, shown, bool(body.stream), options, headers, chat, entries, silent, beside)
 
