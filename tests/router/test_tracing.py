@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from penstock.router.api.app import make_app
+from penstock.router.api.app import make_app, make_runner
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
 from penstock.router.record import Record, Run
@@ -207,7 +207,7 @@ def test_http_requests_are_traced_and_probes_are_not(tokenizer: Tokenizer) -> No
     async def run(endpoint: str) -> None:
         tracer = Tracer(endpoint, "mine", "m")
         app = make_app(RouterConfig(folder="", model="m"), tokenizer, FakeBatcher(tokenizer), Metrics(), tracer)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        runner = make_runner(app, 1.0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
