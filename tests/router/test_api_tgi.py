@@ -44,6 +44,8 @@ def test_generate_returns_text_and_timing_headers(tokenizer: Tokenizer) -> None:
         assert response.headers["x-compute-characters"] == "2"
         for name in ("x-compute-type", "x-compute-time", "x-total-time", "x-validation-time"):
             assert name in response.headers
+        _, _, response = await server.post("/generate", {"inputs": "日本"})  # characters, which are 6 bytes
+        assert response.headers["x-compute-characters"] == "2"
         assert server.batcher.requests[0].sampling.final_logprobs
 
     serve(tokenizer, test)
