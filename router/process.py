@@ -13,7 +13,7 @@ from pathlib import Path
 from aiohttp import web
 
 from ..proto import certificates
-from .api.app import make_app
+from .api.app import make_app, make_runner
 from .api.unanswered import UNANSWERED
 from .config import BACKLOG, RouterConfig
 from .fleet import Fleet
@@ -61,14 +61,7 @@ async def serve(config: RouterConfig, listening: socket.socket, probes: StartupP
     fleet = Fleet(config, tokenizer, partial(_connect, config), metrics)
     app = make_app(config, tokenizer, fleet, metrics, tracer, fleet, fleet.adapters)
     logging.getLogger("aiohttp.server").addFilter(HttpErrorFilter())
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        access_log=None,
-        auto_decompress=False,
-        shutdown_timeout=LAST_WORDS,
-        keepalive_timeout=config.idle_timeout,  # also for a first request, and for the rest of a partial head
-    )
+    runner = make_runner(app, LAST_WORDS, config.idle_timeout)
     await runner.setup()
     gc.freeze()  # long-lived objects are excluded from garbage collection, which would take 15 ms, and delay every stream
     probes.relieve()

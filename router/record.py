@@ -4,6 +4,7 @@ The API opens a record (`current`), the batcher adds a run for each request with
 per request, none per token. Log lines within a request get its id from here.
 """
 
+import secrets
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from time import monotonic
@@ -43,6 +44,8 @@ class Record:
     arrived: float = field(default_factory=monotonic)
     runs: list[Run] = field(default_factory=list)
     begun: bool = False  # whether its response has begun
+    streamed: bool = False  # as server-sent events
+    answer: str = ""  # the id that the answer has in its body, where it has one
     error: str = ""  # kind of error it was answered with
 
     @property
@@ -67,6 +70,14 @@ def begin(request: Request, now: float) -> Run:
     run = Run(request, now, record.name)
     record.runs.append(run)
     return run
+
+
+def answer_id(prefix: str) -> str:
+    """A new id for the answer to the current HTTP request, by which its trace can be found."""
+    id = f"{prefix}{secrets.token_hex(16)}"
+    if (record := current.get()) is not None:
+        record.answer = id
+    return id
 
 
 def arrival() -> float:

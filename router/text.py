@@ -19,7 +19,7 @@ from .folder import Unusable, read
 from .parsing import chosen, detect
 from .rendering import Renderer
 from .request import Piece, Refused
-from .template import Chat, ChatTemplate, choose
+from .template import DEFAULT, Chat, ChatTemplate, choose
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 PROBE = "Hello, world! It's 12:30 -- naïve\n\n  你好 👩‍👧"
@@ -90,6 +90,17 @@ class Tokenizer:
         if not known or not (self._byte_level or self._byte_fallback) or any(token.lstrip or token.rstrip for token in added):
             return 0
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=0)
+
+    @property
+    def info(self) -> dict[str, str | None]:
+        """The special tokens by role, and the chat template that is used unless a request names another."""
+        return {
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": None,
+            **self._names,
+            "chat_template": self._templates.get(DEFAULT),
+        }
 
     @property
     def size(self) -> int:

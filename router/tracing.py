@@ -1,8 +1,8 @@
 """OpenTelemetry traces of requests, sent over OTLP/HTTP. Its packages are imported only when an operator asks for traces.
 
 A request is a span of kind SERVER, named and described by the semantic conventions for generative AI, with a child for each of its
-phases: queue, prefill, decode. The children are made when the request has ended, from timestamps that the batcher takes anyway, so
-that nothing is done per token. They contain no text of a request.
+phases: tokenize (all that comes before the queue), queue, prefill, decode. The children are made when the request has ended, from
+timestamps that are taken anyway, so that nothing is done per token. They contain no text of a request.
 """
 
 import logging
@@ -36,6 +36,8 @@ FREQUENCY_PENALTY = "gen_ai.request.frequency_penalty"
 PRESENCE_PENALTY = "gen_ai.request.presence_penalty"
 SEED = "gen_ai.request.seed"
 CHOICES = "gen_ai.request.choice.count"
+STREAM = "gen_ai.request.stream"
+RESPONSE_ID = "gen_ai.response.id"
 FINISH_REASONS = "gen_ai.response.finish_reasons"
 FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
 INPUT_TOKENS = "gen_ai.usage.input_tokens"
@@ -112,7 +114,7 @@ class Tracer:
             span.set_status(self._trace.StatusCode.ERROR)
         context = self._trace.set_span_in_context(span)
         for run in record.runs:
-            for name, start, end in _phases(run, now):
+            for name, start, end in _phases(record, run, now):
                 child = self._tracer.start_span(name, context, start_time=ended - round((now - start) * 1e9))
                 child.end(ended - round((now - end) * 1e9))
         span.end(ended)
@@ -155,15 +157,19 @@ def _attributes(record: Record, model: str) -> dict[str, Any]:
     found |= {name: value for name, value, nothing in (*neutral, *penalties) if value != nothing}
     if sampling.temperature and sampling.seed < 2**63:  # OpenTelemetry's integers are signed
         found[SEED] = sampling.seed
+    if record.streamed:
+        found[STREAM] = True
+    if record.answer:
+        found[RESPONSE_ID] = record.answer
     first = min((run.first for run in runs if run.first), default=0.0)
     if first:
         found[FIRST_CHUNK] = first - record.arrived
     return found
 
 
-def _phases(run: Run, now: float) -> list[tuple[str, float, float]]:
+def _phases(record: Record, run: Run, now: float) -> list[tuple[str, float, float]]:
     """Name, beginning and end of each phase that the run reached."""
-    moments = [("queue", run.arrived), ("prefill", run.started), ("decode", run.first)]
+    moments = [("tokenize", record.arrived), ("queue", run.arrived), ("prefill", run.started), ("decode", run.first)]
     reached = [(name, moment) for name, moment in moments if moment]
     ends = [*(moment for _, moment in reached[1:]), run.ended or now]
     return [(name, start, end) for (name, start), end in zip(reached, ends, strict=True)]

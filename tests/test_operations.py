@@ -79,6 +79,8 @@ def test_probes_json_log_and_traces_from_loading_to_draining() -> None:
     assert "Once upon" not in log
     span = collector.named("text_completion penstock-demo")
     assert span.trace_id.hex() == PARENT.split("-")[1]  # type: ignore[attr-defined]
-    assert attributes(span)["gen_ai.usage.output_tokens"] == 600
+    found = attributes(span)
+    assert (found["gen_ai.usage.output_tokens"], found["gen_ai.request.stream"]) == (600, True)
+    assert answers[0][1].startswith(f'data: {{"id":"{found["gen_ai.response.id"]}"'.encode())
     phases = [each for each in collector.spans if each.parent_span_id == span.span_id]  # type: ignore[attr-defined]
-    assert [each.name for each in phases] == ["queue", "prefill", "decode"]
+    assert [each.name for each in phases] == ["tokenize", "queue", "prefill", "decode"]

@@ -61,7 +61,7 @@ async def add_headers(http: web.Request, response: web.StreamResponse) -> None:
     """Adds the request id to every response, so that a client, a proxy and a log can refer to the same request."""
     record = current.get()
     if record is not None:  # else the HTTP was malformed
-        record.begun = True
+        record.begun, record.streamed = True, not isinstance(response, web.Response)
         response.headers[REQUEST_ID] = record.id
         if http.path.startswith(ANTHROPIC_PATH):
             response.headers[ANTHROPIC_ID] = record.id

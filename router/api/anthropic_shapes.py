@@ -1,12 +1,13 @@
 """How answers of Anthropic's Messages API look: a message of content blocks, and the events by which it streams. Knows no HTTP."""
 
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from ..parsing import Call, Part, Reasoning, Text
+from ..record import answer_id
 from ..request import Finish, Token
 from .openai_shapes import CALLED, Json, MessageParser, Usage
 
@@ -26,7 +27,7 @@ class Message:
     """The fields of a message that stay the same while it streams."""
 
     model: str
-    id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(16)}")
+    id: str = field(default_factory=partial(answer_id, "msg_"))
 
     def json(self, content: list[Json], usage: Usage, end: Json | None = None) -> Json:
         """The message object. end: its stop reason, from `end_of`."""

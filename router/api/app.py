@@ -60,8 +60,7 @@ def make_app(
     replicas: Replicas | None = None,
     adapters: Adapters | None = None,
 ) -> web.Application:
-    """The application with all routes. Run it with `handler_cancellation=True`, or a client that disconnects is noticed late, and
-    with `auto_decompress=False`, or a compressed body is unpacked before it can be refused.
+    """The application with all routes, for `make_runner`.
 
     replicas: what the administration routes act on; without it there are none. adapters: the registry of LoRA adapters; without it,
     those of the configuration.
@@ -96,6 +95,7 @@ def make_app(
             web.post("/generate_stream", tgi.generate_stream),
             web.post("/tokenize", either.tokenize),
             web.post("/detokenize", tgi.detokenize),
+            web.get("/tokenizer_info", tgi.tokenizer_info),
             web.post("/chat_tokenize", either.chat_tokenize),
             web.post("/invocations", either.invocations),
             web.post("/vertex", either.vertex),
@@ -124,6 +124,20 @@ def make_app(
         _apart(app, "GET", "--aip-health-route", config.aip_health_route)
         app.router.add_get(config.aip_health_route, probe.health)
     return app
+
+
+def make_runner(app: web.Application, shutdown_timeout: float, idle_timeout: float = 60.0) -> web.AppRunner:
+    """Runs the application so that a client that disconnects is noticed at once, and no compressed body is unpacked before it can
+    be refused. In seconds: shutdown_timeout, what handlers get when everything ends; idle_timeout, of a connection without a
+    request, also for the rest of a partial head."""
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        shutdown_timeout=shutdown_timeout,
+        keepalive_timeout=idle_timeout,
+    )
 
 
 async def _image_processing(placer: ImagePlacer, links: ImageLoader, app: web.Application) -> AsyncIterator[None]:

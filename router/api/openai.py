@@ -14,6 +14,7 @@ from aiohttp import web
 
 from ..adapters import Adapters
 from ..config import RouterConfig
+from ..record import answer_id
 from ..request import Finish, Grown, Item, Prompt, Refused, Request, Token
 from ..text import Tokenizer
 from ..validation import Validator
@@ -210,7 +211,8 @@ class OpenAI:
             if chat:
                 beside = {"prompt_token_ids": requests[0].prompt}
             shapes = WithTokenIds(shapes, () if chat else [request.prompt for request in requests], shown, silent)
-        envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, body.service_tier)
+        id = answer_id(shapes.id_prefix)
+        envelope = Envelope(shapes, body.model or self._config.model, self._fingerprint, id, body.service_tier)
         return Asked(requests, envelope, shown, chat, silent, beside)
 
     async def _answer(

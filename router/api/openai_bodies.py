@@ -209,7 +209,8 @@ def refuse_unsupported(body: msgspec.Struct, names: Iterable[str]) -> None:
     """Raises Refused for the first of these fields that asks for something."""
     for name in names:
         value = getattr(body, name)
-        if value is not None and value not in NEUTRAL.get(name, ()):
+        neutral = [each for each in NEUTRAL.get(name, ()) if isinstance(each, bool) == isinstance(value, bool)]  # true is no 1
+        if value is not None and value not in neutral:
             raise Refused(unsupported(name), name)
 
 

@@ -6,7 +6,6 @@ JSON value; a chunk's is bytes, since there is one for each token: what is the s
 """
 
 import math
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -98,8 +97,8 @@ class Envelope:
     shapes: Shapes
     model: str
     fingerprint: str
+    id: str
     service_tier: str | None = None  # echoed if it was sent
-    id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: list[Json], usage: Usage) -> Json:
@@ -112,7 +111,7 @@ class Envelope:
 
     def _object(self, kind: str, choices: list[Json]) -> Json:
         head = {
-            "id": self.shapes.id_prefix + self.id,
+            "id": self.id,
             "object": kind,
             "created": self.created,
             "model": self.model,

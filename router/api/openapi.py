@@ -138,6 +138,12 @@ OPERATIONS = (
         statuses=(*BODY, 422),
     ),
     Operation(
+        path="/tokenizer_info",
+        summary="Special tokens by role, and the chat template",
+        tag=VLLM,
+        answer=dict[str, str | None],
+    ),
+    Operation(
         path="/chat_tokenize",
         summary="The prompt that a chat becomes, and its tokens",
         tag=VLLM,

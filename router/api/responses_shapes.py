@@ -4,9 +4,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..parsing import Call, Part, Reasoning, Text
+from ..record import answer_id
 from ..request import Finish, Token
 from .openai_shapes import Json, MessageParser, Usage
 
@@ -25,7 +27,7 @@ class Response:
 
     model: str
     echoed: Json  # the request's fields, as the response repeats them
-    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(16)}")
+    id: str = field(default_factory=partial(answer_id, "resp_"))
     created: float = field(default_factory=time.time)
 
     def json(self, status: str, output: list[Json], usage: Usage | None = None, error: Json | None = None) -> Json:

@@ -68,7 +68,7 @@ class Asked:
 
 
 class Tgi:
-    """The handlers of TGI's routes, and of vLLM's /detokenize."""
+    """The handlers of TGI's routes, and of vLLM's /detokenize and /tokenizer_info."""
 
     def __init__(
         self, config: RouterConfig, tokenizer: Tokenizer, validator: Validator, image_loader: ImageLoader, batcher: Batcher
@@ -134,6 +134,10 @@ class Tgi:
         """POST /detokenize, which is vLLM's."""
         body = decode(http, DetokenizeBody)
         return json_response({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens, False)})
+
+    async def tokenizer_info(self, http: web.Request) -> web.Response:
+        """GET /tokenizer_info, which is vLLM's; lm-eval asks it where it has no tokenizer of its own."""
+        return json_response(self._tokenizer.info)
 
     async def spans(self, text: str, special: bool, truncate: int = 0) -> msgspec.Raw:
         """A text's tokens with their byte offsets, as JSON; the last `truncate` of them, if that is not 0."""

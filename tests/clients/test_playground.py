@@ -800,6 +800,7 @@ def test_images_are_sent_with_a_message_and_all_later_ones(vision_model: tuple[s
         run(page, "And now?")
         assert server.batcher.requests[-1].images[0].pixels == first.pixels
         page.set_input_files("#image-files", uploads(noise_image(56, 56)))
+        expect(page.locator("#images img")).to_have_count(1)
         run(page, "")  # an image without text
         assert len(server.batcher.requests[-1].images) == 2
         page.set_input_files("#image-files", uploads(noise_image(56, 56)))
@@ -816,6 +817,7 @@ def test_large_images_are_scaled_down_and_unreadable_files_are_refused(vision_mo
         page.set_input_files("#image-files", {"name": "b.png", "mimeType": "image/png", "buffer": b"nothing"})
         expect(page.locator("#problem")).to_have_text("b.png is no image that this browser can read.")
         page.set_input_files("#image-files", uploads(noise_image(2400, 1800)))
+        expect(page.locator("#images img")).to_have_count(1, timeout=WAIT)
         run(page, "What is this?")
         [found] = server.batcher.requests[-1].images
         assert 0.95 < found.rows / found.columns / 0.75 < 1.05

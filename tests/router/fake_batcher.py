@@ -17,7 +17,7 @@ from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.router.adapters import Adapters
-from penstock.router.api.app import make_app
+from penstock.router.api.app import make_app, make_runner
 from penstock.router.api.ports import Replicas
 from penstock.router.config import RouterConfig
 from penstock.router.request import (
@@ -295,7 +295,7 @@ async def serving(
     """Serves real HTTP on a free port, with the settings for the runner that the router uses."""
     metrics = FakeMetrics()
     app = make_app(config, tokenizer, batcher, metrics, None, replicas, adapters)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False, shutdown_timeout=1.0)
+    runner = make_runner(app, 1.0)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0][:2]

@@ -42,9 +42,9 @@ def test_every_response_has_a_request_id_the_clients_if_it_is_valid(tokenizer: T
             found.add(response.headers["X-Request-ID"])
         assert len(found) == 4
         for path in ("/generate", "/generate_stream", "/v1/chat/completions", "/nowhere"):
-            headers = {"X-Request-ID": "mine", "X-Correlation-ID": "ours"}
+            headers = {"X-Request-ID": "mine", "X-Correlation-ID": "ours", "X-Session-Affinity": "theirs"}
             _, response = await _post(server, path, headers)
-            assert (response.headers["X-Request-ID"], response.headers["X-Correlation-ID"]) == ("mine", "ours")
+            assert {name: response.headers[name] for name in headers} == headers
             assert response.headers["X-Content-Type-Options"] == "nosniff"
             assert response.headers["Server"] == "penstock"
 

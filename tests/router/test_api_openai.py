@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.router.request import Alternative, Broken, Expired, Overloaded
+from penstock.router.request import Alternative, Broken, Expired, Overloaded, Sampling
 from penstock.router.text import Tokenizer
 from penstock.tests.router.fake_batcher import Server, make_tokenizer, serve, until
 
@@ -354,15 +354,16 @@ def test_top_p_0_is_accepted_and_becomes_tiny_but_positive(tokenizer: Tokenizer,
 @CHAT_AND_COMPLETION
 def test_neutral_parameter_values_change_nothing(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> None:
     async def test(server: Server) -> None:
-        neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0}
+        neutral = {"top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
         neutral |= {"n": 1, "ignore_eos": True, "max_tokens": 10, "stop": [], "tools": [], "tool_choice": "none", "echo": False}
         neutral |= {"logit_bias": {}, "response_format": {"type": "text"}, "user": "me", "unheard_of": {"x": 1}}
-        status, answer, _ = await server.post(path, {**body, **neutral})
-        assert status == 200, answer
-        assert answer["choices"][0]["finish_reason"] == "length"  # the EOS token is the last of max_tokens, and is ignored
-        (request,) = server.batcher.requests
-        assert request.sampling == type(request.sampling)()
-        assert request.end_ids == ()
+        for temperature in (0, 1):  # of 0, that leaves one token, no filter would be seen
+            status, answer, _ = await server.post(path, {**body, **neutral, "temperature": temperature, "seed": 7})
+            assert status == 200, answer
+            assert answer["choices"][0]["finish_reason"] == "length"  # the EOS token is the last of max_tokens, and is ignored
+            request = server.batcher.requests[-1]
+            assert request.sampling == Sampling(temperature=temperature, seed=7 * temperature)  # greedy decoding has no seed
+            assert request.end_ids == ()
 
     serve(tokenizer, test)
 

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from penstock.router.api import stream, tgi
 from penstock.router.request import Broken, Expired, Limits, Overloaded
 from penstock.router.text import LONG_TEXT, Tokenizer
-from penstock.tests.router.fake_batcher import LIMITS, Server, make_tokenizer, serve, until
+from penstock.tests.router.fake_batcher import LIMITS, TEMPLATE, Server, make_tokenizer, serve, until
 
 TOO_MANY = "`inputs` tokens + `max_new_tokens` must be <= 128. Given: 3 `inputs` tokens and 10000 `max_new_tokens`"
 HELLO = {"inputs": "hi", "parameters": {"max_new_tokens": 20}}
@@ -43,6 +44,8 @@ def test_generate_returns_text_and_timing_headers(tokenizer: Tokenizer) -> None:
         assert response.headers["x-compute-characters"] == "2"
         for name in ("x-compute-type", "x-compute-time", "x-total-time", "x-validation-time"):
             assert name in response.headers
+        _, _, response = await server.post("/generate", {"inputs": "日本"})  # characters, which are 6 bytes
+        assert response.headers["x-compute-characters"] == "2"
         assert server.batcher.requests[0].sampling.final_logprobs
 
     serve(tokenizer, test)
@@ -528,14 +531,45 @@ def test_tokenize_answers_in_tgis_format_to_inputs_and_in_vllms_to_prompt(tokeni
     serve(tokenizer, test)
 
 
+def test_tokenizer_info_names_special_tokens_and_the_chat_template(tokenizer: Tokenizer) -> None:
+    """Roles without a token are null: lm-eval's remote tokenizer refuses a server whose answer lacks `eos_token`."""
+
+    async def test(server: Server) -> None:
+        status, data, _ = await server.get("/tokenizer_info")
+        tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None}
+        assert (status, json.loads(data)) == (200, {**tokens, "chat_template": TEMPLATE})
+
+    serve(tokenizer, test)
+
+
 def test_info_reports_model_and_limits(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         _, data, _ = await server.get("/info")
-        info = json.loads(data)
-        assert (info["model_id"], info["max_input_tokens"], info["max_total_tokens"]) == ("some/model", 100, 128)
-        assert info["max_client_batch_size"] == 4
+        assert json.loads(data) == {
+            "model_id": "some/model",
+            "model_sha": "main",
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": 7,
+            "max_best_of": 6,
+            "max_stop_sequences": 5,
+            "max_input_tokens": 100,
+            "max_total_tokens": 128,
+            "validation_workers": 1,
+            "max_client_batch_size": 3,
+            "router": "penstock",
+            "version": version("penstock"),
+            "sha": None,
+            "docker_label": None,
+        }
 
-    serve(tokenizer, test, limits=Limits(100, 128, 300))
+    settings = {
+        "revision": "main",
+        "max_concurrent_requests": 7,
+        "max_best_of": 6,
+        "max_stop_sequences": 5,
+        "max_client_batch_size": 3,
+    }
+    serve(tokenizer, test, settings=settings, limits=Limits(100, 128, 300))
 
 
 def test_health_is_503_with_stage_and_progress_while_loading_then_200(tokenizer: Tokenizer) -> None:

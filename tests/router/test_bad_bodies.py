@@ -88,6 +88,8 @@ def invalid_bodies(path: str) -> list[tuple[bytes, str]]:
         with_field("stream", b'"yes"'),
         *([with_field("stream_options", b"[]")] if path != "/v1/messages" else []),  # which has no such field
         with_field("priority", b"{}"),
+        with_field("num_beam_groups", b"true"),
+        with_field("diversity_penalty", b"false"),
         with_field("min_tokens", b"-1"),
         with_field("guided_regex", b'"("'),
         with_field("guided_json", b'"{"'),

@@ -212,6 +212,7 @@ def test_all_tgi_metrics_exist_with_their_types() -> None:
     types = dict(line.split()[2:] for line in lines if line.startswith("# TYPE tgi_"))
     assert types == {name: kind for kind, names in TGI_METRICS.items() for name in names.split()}
     assert all(name.endswith("duration") == (HISTOGRAMS[name][2] == SECONDS) for name in TGI_METRICS["histogram"].split())
+    assert (len(SECONDS), SECONDS[0], round(SECONDS[-1])) == (35, pytest.approx(1.5e-4), 146)  # seconds
 
 
 def test_batch_size_concat_filter_and_validation_metrics_of_tgi_are_counted() -> None:
@@ -264,7 +265,7 @@ def test_vllm_metrics_have_the_values_of_penstocks() -> None:
         metrics.watch(name, lambda value=value: value)
     metrics.watch("tgi_batch_max_total_tokens", lambda: 128)
     metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9), Finish("stop_sequence", "", "", 5, 0.5, 1.0), 5, 0.25)
-    for kind in ("dropped", "generation", "validation", "overloaded"):
+    for kind in ("dropped", "timeout", "generation", "validation", "overloaded"):
         metrics.failed(kind)
     metrics.tokens(3, {0.5: 1})
     metrics.step(Prefill((1,), ((1, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(prompt_tokens=10, cached_tokens=90))
@@ -279,5 +280,5 @@ def test_vllm_metrics_have_the_values_of_penstocks() -> None:
     assert values[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == 1
     assert values[f"vllm:request_decode_time_seconds_sum{{{labels}}}"] == 0.75
     assert values['vllm:cache_config_info{block_size="16",engine="0",model_name="m",num_gpu_blocks="8"}'] == 1
-    for reason, count in (("stop", 1), ("length", 0), ("abort", 1), ("error", 1)):
+    for reason, count in (("stop", 1), ("length", 0), ("abort", 2), ("error", 1)):
         assert values[f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}}'] == count

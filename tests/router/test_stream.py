@@ -14,7 +14,7 @@ from aiohttp import web
 
 from penstock.router.__main__ import listen
 from penstock.router.api import stream
-from penstock.router.api.app import make_app
+from penstock.router.api.app import make_app, make_runner
 from penstock.router.batcher import Batcher
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
@@ -73,7 +73,7 @@ async def serving(tokenizer: Tokenizer, shards: FakeShards) -> AsyncIterator[tup
     metrics = Metrics()
     batcher = Batcher(config, tokenizer, shards, metrics)
     await batcher.start()
-    runner = web.AppRunner(make_app(config, tokenizer, batcher, metrics), handler_cancellation=True, access_log=None)
+    runner = make_runner(make_app(config, tokenizer, batcher, metrics), 1.0)
     await runner.setup()
     with listen(config) as listening:
         await web.SockSite(runner, listening).start()

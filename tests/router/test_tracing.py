@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 from multidict import CIMultiDict
 
-from penstock.router.api.app import make_app
+from penstock.router.api.app import make_app, make_runner
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
 from penstock.router.record import Record, Run
@@ -88,12 +88,14 @@ def test_request_span_has_its_attributes_and_its_phases_as_child_spans() -> None
     request = Request(prompt=(1, 2, 3), max_new_tokens=9, sampling=Sampling(temperature=0.5, top_p=0.9, seed=7), choices=2)
     with collecting() as (collector, endpoint):
         tracer = Tracer(endpoint, "mine", "some/model")
-        record = Record("id")
+        record = Record("id", streamed=True, answer="chatcmpl-1")
         span = tracer.begin({"traceparent": PARENT, "tracestate": "a=b"}, record)
         assert record.trace.split("-")[1] == PARENT.split("-")[1]
         assert record.name == record.trace
         now = record.arrived
-        run = Run(request, now, started=now + 1, first=now + 3, ended=now + 6, cached_tokens=2, generated=8, reasons=["length"] * 2)
+        run = Run(
+            request, now + 0.5, started=now + 1, first=now + 3, ended=now + 6, cached_tokens=2, generated=8, reasons=["length"] * 2
+        )
         record.runs.append(run)
         tracer.end(span, record, "/v1/chat/completions", 200)
         tracer.close()
@@ -112,6 +114,8 @@ def test_request_span_has_its_attributes_and_its_phases_as_child_spans() -> None
         "gen_ai.request.top_p": 0.9,
         "gen_ai.request.seed": 7,
         "gen_ai.request.choice.count": 2,
+        "gen_ai.request.stream": True,
+        "gen_ai.response.id": "chatcmpl-1",
         "gen_ai.usage.input_tokens": 3,
         "gen_ai.usage.output_tokens": 8,
         "gen_ai.usage.cache_read.input_tokens": 2,
@@ -121,7 +125,7 @@ def test_request_span_has_its_attributes_and_its_phases_as_child_spans() -> None
         "request.id": "id",
     }
     assert {name: found[name] for name in expected} == expected
-    for name, seconds in (("queue", 1), ("prefill", 2), ("decode", 3)):
+    for name, seconds in (("tokenize", 0.5), ("queue", 0.5), ("prefill", 2), ("decode", 3)):
         child = collector.named(name)
         assert (child.parent_span_id, child.trace_id) == (root.span_id, root.trace_id)
         assert (child.end_time_unix_nano - child.start_time_unix_nano) / 1e9 == pytest.approx(seconds, abs=1e-3)
@@ -203,7 +207,7 @@ def test_http_requests_are_traced_and_probes_are_not(tokenizer: Tokenizer) -> No
     async def run(endpoint: str) -> None:
         tracer = Tracer(endpoint, "mine", "m")
         app = make_app(RouterConfig(folder="", model="m"), tokenizer, FakeBatcher(tokenizer), Metrics(), tracer)
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, auto_decompress=False)
+        runner = make_runner(app, 1.0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
