@@ -817,8 +817,9 @@ def test_large_images_are_scaled_down_and_unreadable_files_are_refused(vision_mo
         page.set_input_files("#image-files", {"name": "b.png", "mimeType": "image/png", "buffer": b"nothing"})
         expect(page.locator("#problem")).to_have_text("b.png is no image that this browser can read.")
         page.set_input_files("#image-files", uploads(noise_image(2400, 1800)))
-        expect(page.locator("#images img")).to_have_count(1, timeout=WAIT)
         run(page, "What is this?")
+        expect(page.locator(".user img")).to_have_count(1, timeout=WAIT)  # it goes once its image is read
+        expect(page.locator("article[aria-busy=true]")).to_have_count(0)
         [found] = server.batcher.requests[-1].images
         assert 0.95 < found.rows / found.columns / 0.75 < 1.05
         assert 700_000 < len(found.pixels) // 3 <= 1 << 20

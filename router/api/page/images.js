@@ -13,6 +13,7 @@ export class Images {
   #refuse;
   #shown;
   #chooser;
+  #added = Promise.resolve();
 
   // shown: where they are seen; chooser: an input for files; sent: how many a chat has before the next message, with which they
   // are sent again; refuse: told what can't be taken.
@@ -44,7 +45,17 @@ export class Images {
     this.#chooser.click();
   }
 
-  async add(files) {
+  // Once all that were added are there, or refused: reading a large one takes a moment.
+  get added() {
+    return this.#added;
+  }
+
+  add(files) {
+    this.#added = this.#added.then(() => this.#read(files));
+    return this.#added;
+  }
+
+  async #read(files) {
     for (const file of files) {
       if (this.#sent() + this.#urls.length >= this.#most) {
         this.#refuse(`A chat has at most ${this.#most} image${this.#most === 1 ? "" : "s"} here.`);

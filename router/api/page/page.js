@@ -48,6 +48,8 @@ function messages(next, turns = chat) {
 }
 
 async function send() {
+  await images.added;
+  if (running) return;
   const values = knobs.values();
   const text = $("prompt").value;
   if (!values || !(text || (mode === "chat" && images.urls.length))) return;
