@@ -24,6 +24,7 @@ from .chaos_report import Found, Plan, grown, report, summary
 from .chaos_requests import Json, Stream, requests, undrafted
 from .local_server import HeldResources, LocalServer
 
+READY = "/health/ready"  # the path of the readiness probe
 STEP_TIMEOUT = 2.0  # seconds after which a stopped shard is noticed, unless the operator's flags say otherwise
 RECOVERY = 300.0  # seconds that a recovery may take
 LONGEST = 600.0  # seconds that a request may take, including faults
@@ -117,29 +118,29 @@ class Chaos:
             await asyncio.sleep(self._plan.every * self._dice.uniform(0.5, 1.5))
             if time.monotonic() >= self._end:
                 return
-            shards = {name: pid for name, pid in self._server.processes().items() if name.startswith("shard")}
+            shards = {name: pid for name, pid in self._server.processes().items() if "shard" in name}
             name = self._dice.choice(sorted(shards))
             number = self._dice.choice((signal.SIGKILL, signal.SIGSTOP))
             began = time.monotonic()
             with suppress(ProcessLookupError):
                 os.kill(shards[name], number)
             self.found.faults[number.name] += 1
-            await self._lost_and_found(began)
+            await self._lost_and_found(began, _probe(name))
             self.found.recoveries.append(time.monotonic() - began)
             self._console.print(
                 f"{began - self._began:7.1f} s: {name}: {number.name}, ready after {self.found.recoveries[-1]:.1f} s"
             )
 
-    async def _lost_and_found(self, began: float) -> None:
+    async def _lost_and_found(self, began: float, probe: str) -> None:
         """Returns when the router has noticed the fault, and is ready again."""
         for ready in (False, True):
-            while await self._ready() != ready:
+            while await self._ready(probe) != ready:
                 if time.monotonic() - began > RECOVERY:
                     raise ValueError(f"the shards did not come back within {RECOVERY:g} s" if ready else "a fault was not noticed")
                 await asyncio.sleep(0.02)
 
-    async def _ready(self) -> bool:
-        async with self._session.get("/health/ready") as response:
+    async def _ready(self, probe: str = READY) -> bool:
+        async with self._session.get(probe) as response:
             return response.status == 200
 
     async def _watch(self) -> None:
@@ -178,6 +179,11 @@ class Chaos:
                 if has > had + SLACK:
                     self.found.leaks.append(f"{what} of the {name}: {had} before, {has} afterwards")
         self.found.leaks += grown(self._plan, self.found)
+
+
+def _probe(shard: str) -> str:
+    """The path of the readiness probe of a shard's replica, by the shard's name."""
+    return f"{READY}?replica={shard.split()[1]}" if shard.startswith("replica") else READY
 
 
 async def play(server: LocalServer, plan: Plan, console: Console) -> Found:

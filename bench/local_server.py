@@ -25,7 +25,8 @@ PROC = Path("/proc")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 HOST = "127.0.0.1"
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment reaches this machine's ports
-RANK = re.compile(r'"rank": ?(\d+)')  # in a shard's settings, on its command line
+# In a shard's settings, on its command line: its name, if there are several replicas, and its rank.
+NAME, RANK = re.compile(r'"name": ?"(replica \S+ shard \d+)"'), re.compile(r'"rank": ?(\d+)')
 
 
 class Failed(Exception):
@@ -122,7 +123,7 @@ class LocalServer:
             raise Failed(f"penstock serve did not end within {STOP:g} s of SIGTERM") from None
 
     def processes(self) -> dict[str, int]:
-        """Process ids of the running ones, by role: "launcher", "router", "shard 0"..."""
+        """Process ids of the running ones, by role: "launcher", "router", "shard 0", or "replica 0 shard 0"..."""
         found = {"launcher": self.pid}
         for path in PROC.glob("[0-9]*"):
             with suppress(OSError):
@@ -165,8 +166,8 @@ def held(pid: int) -> HeldResources:
 
 def _role(line: str) -> str:
     if "penstock.shard" in line:
-        rank = RANK.search(line)
-        return f"shard {rank[1] if rank else '?'}"
+        name, rank = NAME.search(line), RANK.search(line)
+        return name[1] if name else f"shard {rank[1] if rank else '?'}"
     return "router" if "penstock.router" in line else "other: " + line.replace("\0", " ")[:60]
 
 

@@ -70,20 +70,24 @@ def test_requests_go_where_their_prefix_is_cached_and_load_is_even(three_replica
     async def work(session: aiohttp.ClientSession) -> None:
         await until_all_ready(session)
 
-        async def send() -> int:
-            prompt = rng.choice(users) + rng.choices(range(300, 2000), k=rng.randint(3, 12))
+        async def send(system_prompt: list[int]) -> int:
+            prompt = system_prompt + rng.choices(range(300, 2000), k=rng.randint(3, 12))
             body = {"prompt": prompt, "max_tokens": rng.choice((2, 4, 8)), "ignore_eos": True}
             async with session.post("/v1/completions", json=body) as response:
                 assert response.status == 200, await response.text()
                 cached: int = (await response.json())["usage"]["prompt_tokens_details"]["cached_tokens"]
                 return cached
 
+        # One after the other, so that no replica is busier than others: each prompt goes to the only replica that has it.
+        for fresh in (True, False, False):
+            assert [await send(prompt) < SYSTEM_TOKENS for prompt in system_prompts] == [fresh] * len(system_prompts)
+        before = await placements(session)
         cached_tokens: list[int] = []
         # In waves: if each finished request was replaced by a new one, a replica with too little CPU time would rightly get fewer.
         for _ in range(REQUESTS // CONCURRENT):
-            cached_tokens += await asyncio.gather(*(send() for _ in range(CONCURRENT)))
+            cached_tokens += await asyncio.gather(*(send(rng.choice(users)) for _ in range(CONCURRENT)))
         assert sum(cached >= SYSTEM_TOKENS for cached in cached_tokens) >= 0.9 * REQUESTS  # as counted by the shards
-        counts = await placements(session)
+        counts = {name: count - before[name] for name, count in (await placements(session)).items()}
         assert sum(counts.values()) == REQUESTS
         assert max(counts.values()) <= 1.2 * REQUESTS / 3
         assert min(counts.values()) >= 0.8 * REQUESTS / 3

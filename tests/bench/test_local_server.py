@@ -6,6 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from penstock.bench import chaos, local_server
+
 
 def test_server_is_killed_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
@@ -22,6 +26,19 @@ def test_server_is_killed_with_the_process_that_started_it(tmp_path: Path) -> No
     while is_running(server):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("settings", "role", "probe"),
+    [
+        ('{"folder":"x","rank":1,"ranks":2}', "shard 1", "/health/ready"),
+        ('{"name":"replica 1 shard 0","rank":0}', "replica 1 shard 0", "/health/ready?replica=1"),
+    ],
+)
+def test_each_shard_has_a_role_of_its_own_and_the_probe_of_its_replica(settings: str, role: str, probe: str) -> None:
+    """While one replica is ready, so is the server: that another one is lost shows only in that one's probe."""
+    assert local_server._role(f"python\0-m\0penstock.shard\0{settings}\0") == role
+    assert chaos._probe(role) == probe
 
 
 def is_running(pid: int) -> bool:

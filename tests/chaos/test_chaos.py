@@ -10,6 +10,7 @@ import json
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from rich.console import Console
 from penstock.bench import chaos, chaos_report, chaos_requests, command
 from penstock.bench.chaos import play
 from penstock.bench.chaos_report import Plan
-from penstock.bench.local_server import LocalServer
+from penstock.bench.local_server import HeldResources, LocalServer
 from penstock.tests.serving import scratch
 
 FAULT_SECONDS, SOAK_SECONDS = 6.0, 60.0  # seconds
@@ -127,6 +128,38 @@ def test_wrong_answers_and_errors_are_reported(server: LocalServer, monkeypatch:
     first = result.wrong[0]
     difference = chaos_requests.difference(first["came"], first["expected"])
     assert any(line.endswith(difference) for line in summary if line.startswith("wrong: /"))
+
+
+def test_what_is_left_behind_is_reported(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = {"prompt": "Once", "temperature": 0, "max_tokens": 5, "ignore_eos": True, "stream": True}
+    monkeypatch.setattr(chaos, "requests", lambda: [("/v1/completions", request)])
+    monkeypatch.setattr(chaos, "SETTLE", 0.1)
+    read, held = chaos.Chaos._metrics, LocalServer.held
+    samples = 0
+
+    async def read_with_a_lost_page(self: chaos.Chaos) -> dict[str, float]:
+        values = await read(self)
+        return {**values, "penstock_pages_free": values["penstock_pages_free"] - 1}
+
+    def held_with_leaks(self: LocalServer) -> dict[str, HeldResources]:
+        """From the second sample on, the router has more files and sockets, and there is another process."""
+        nonlocal samples
+        samples += 1
+        found, more = held(self), chaos.SLACK + 1
+        if samples == 1:
+            return found
+        router = found["router"]
+        grown = replace(router, files=router.files + more, sockets=router.sockets + more)
+        return {**found, "router": grown, "other": router}
+
+    monkeypatch.setattr(chaos.Chaos, "_metrics", read_with_a_lost_page)
+    monkeypatch.setattr(LocalServer, "held", held_with_leaks)
+    result = asyncio.run(play(server, Plan(0.2, 1, every=0, seed=1), QUIET))
+    assert (result.wrong, result.errors, result.good) == ([], [], False)
+    lost_page, processes, *of_router = result.leaks
+    assert lost_page == "pages_missing: 1 when nobody asked any more"
+    assert processes == "processes: launcher, router, shard 0 before, launcher, other, router, shard 0 afterwards"
+    assert [leak.partition(":")[0] for leak in of_router] == ["files of the router", "sockets of the router"]
 
 
 def openai_answer(*texts: str, reason: str = "length", tokens: int = 3, end: str = "data: [DONE]\n\n") -> bytes:

@@ -284,7 +284,7 @@ def test_stop_signal_during_a_restart_ends_the_server(launch: Callable[..., Laun
 def test_hung_shards_reported_several_times_are_restarted_once(launch: Callable[..., Launcher], tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    launcher = launch("serves", "runs", restarts=1, pipe=str(pipe))
+    launcher = launch("serves", "runs", restarts=2, pipe=str(pipe))
     launcher.read_until_up(2)
     connected_at = time.monotonic()
     os.kill(launcher.pids("shard-0")[0], signal.SIGSTOP)
@@ -295,9 +295,17 @@ def test_hung_shards_reported_several_times_are_restarted_once(launch: Callable[
     launcher.read_until("^penstock: ready again after")
     while len(launcher.pids("shard-0")) < 2:
         launcher.read_until("has pid")  # on a busy machine this line may come late
+    with pipe.open("w") as hang_reports:  # a late report of the first shards does not concern the second ones
+        hang_reports.write(f"0 {connected_at} shard rank 0 has not answered for 3 s\n")
+        hang_reports.write(f"0 {time.monotonic()} shard rank 0 has not answered for 4 s\n")
+    launcher.read_until("^penstock: the router has lost the shards: shard rank 0 has not answered for [34] s$")
+    assert launcher.lines[-1].endswith("for 4 s")
+    launcher.read_until("^penstock: ready again after")
+    while len(launcher.pids("shard-0")) < 3:
+        launcher.read_until("has pid")
     launcher.process.send_signal(signal.SIGTERM)
     assert launcher.wait_for_exit() == 0
-    assert len(launcher.pids("shard-0")) == 2
+    assert len(launcher.pids("shard-0")) == 3
     assert all_ended(launcher.pids(), 0)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import hmac
 import json
 import logging
 import time
@@ -9,9 +10,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from penstock.proto.process import configure_logging
-from penstock.router.api import access, app, unanswered
+from penstock.router.api import access, app, tenant, unanswered
 from penstock.router.api.body import BODY
 from penstock.router.api.unanswered import UNANSWERED
 from penstock.router.record import Record, Run, current, request_id
@@ -197,17 +199,38 @@ def test_startup_readiness_and_liveness_probes_differ_in_their_statuses(tokenize
     serve(tokenizer, test, ready=False, limits=None, stage="loading weights: 40 %", settings={"api_keys": ("key",)})
 
 
-def test_all_routes_but_health_probes_require_an_api_key(tokenizer: Tokenizer) -> None:
+def test_all_routes_but_health_probes_and_pages_require_an_api_key(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        from penstock.router.api.openapi import OPERATIONS
-
-        for operation in OPERATIONS:
-            async with server.client.request(operation.method, operation.path, json={} if operation.body else None) as response:
-                assert (response.status == 401) == (operation.path not in PROBES or operation.method == "post"), operation.path
+        found = set()
+        for route in server.app.router.routes():
+            assert route.resource is not None
+            path = route.resource.canonical
+            async with server.client.request(route.method, path) as response:
+                is_open = route.method != "POST" and (path in PROBES or path.startswith(("/page/", "/docs")))
+                assert (response.status == 401) != is_open, path
+                found.add(path)
+        assert found.issuperset((*PROBES, "/generate", "/v1/chat/completions", "/metrics", "/stats", "/docs", "/page/page.js"))
         for key in ("a", "b"):
             assert (await server.get("/metrics", headers={"Authorization": f"Bearer {key}"}))[0] == 200
 
     serve(tokenizer, test, settings={"api_keys": ("a", "b")})
+
+
+def test_token_is_compared_with_every_key_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare, compared = hmac.compare_digest, []
+
+    def recorded(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return compare(one, other)
+
+    monkeypatch.setattr("hmac.compare_digest", recorded)
+    keys = [tenant.digest(key) for key in (b"right", b"", b"a much longer one")]
+    for token in ("right", "", "wrong"):
+        http = make_mocked_request("GET", "/", {"Authorization": f"Bearer {token}"})
+        assert tenant.bears(http, keys) == (token != "wrong")
+        assert compared == [(tenant.digest(token.encode()), key) for key in keys]
+        compared.clear()
+    assert len({len(key) for key in keys}) == 1
 
 
 ORIGIN = {"Origin": "https://chat.example"}

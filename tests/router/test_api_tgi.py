@@ -854,3 +854,28 @@ def test_malformed_http_is_a_400_and_closes_the_connection(tokenizer: Tokenizer,
         assert (await server.post("/generate", HELLO))[:2] == (200, {"generated_text": "Hello you"})
 
     serve(tokenizer, test)
+
+
+def test_pipelined_requests_are_answered_in_order_each_whole(tokenizer: Tokenizer) -> None:
+    body = json.dumps(HELLO)
+
+    def asked(path: str) -> str:
+        return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+
+    async def test(server: Server) -> None:
+        url = server.client._base_url
+        assert url is not None
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        last = "GET /health/live HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        writer.write("".join((*map(asked, ("/generate_stream", "/generate", "/generate_stream")), last)).encode())
+        before, *answers = (await reader.read()).decode().split("HTTP/1.1 200 OK\r\n")
+        writer.close()
+        assert before == ""
+        stream, whole, again, probe = [answer.partition("\r\n\r\n")[2] for answer in answers]
+        assert stream.endswith("\r\n0\r\n\r\n")
+        assert '"generated_text":"Hello you"' in stream
+        assert json.loads(whole) == {"generated_text": "Hello you"}
+        assert again == stream
+        assert "data:" not in probe
+
+    serve(tokenizer, test)

@@ -51,6 +51,7 @@ def invalid_bodies(path: str) -> list[tuple[bytes, str]]:
         (b"{%b} {}" % valid, ""),
         (b"{'a': 1}", ""),
         (b"\xff\xfe", ""),
+        (b"\xef\xbb\xbf{%b}" % valid, ""),  # a byte order mark
         (b"\x00" * 100, ""),
         (b"{}", subject),
         (b'{"%b": 5}' % subject.encode(), subject),

@@ -13,7 +13,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.cost import Cost, Work
 from penstock.router.drafting import Allowance, DraftBudget
 from penstock.router.policies import Measured
-from penstock.router.request import Finish, Priority, Request, Speculation
+from penstock.router.request import Finish, Priority, Request, Speculation, Token
 from penstock.router.scheduler import Action, Decode, Filter, Job, Prefill, Scheduler
 from penstock.router.text import Tokenizer
 from penstock.simulator.shard import Released
@@ -162,6 +162,23 @@ def test_step_that_accepts_drafts_counts_as_one_step_of_progress() -> None:
         await stream.aclose()
 
     run(test, FakeShards(seconds=0.05), speculate=4)
+
+
+def test_stop_string_among_accepted_drafts_ends_the_answer_as_in_plain_decoding() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        stream = batcher.submit(Request(prompt=(1, 2), max_new_tokens=60, drafts=4, stop=("BC",), include_stop=False))
+        first = await anext(stream)
+        [live] = batcher._streams.values()
+        tokens = live.choices[0].generated
+        columns = {"uids": [live.uid] * 5, "choices": [0] * 5, "logprobs": [0.0] * 5, "finishes": [0] * 5}
+        batcher._deliver(shard_pb2.StepReply(**columns, tokens=list(b"ABCBC")))
+        *new, finish = [item async for items in stream for item in items]
+        assert first
+        assert [item.id for item in new if isinstance(item, Token)] == list(b"ABC")
+        assert isinstance(finish, Finish)
+        assert (finish.reason, finish.generated_tokens, finish.text) == ("stop_sequence", tokens + 3, "A" * tokens + "A")
+
+    run(test, FakeShards(seconds=0.05, answer=lambda prompt, position, choice: ord("A")), speculate=4)
 
 
 def test_finish_has_speculation_statistics_if_the_request_may_have_drafts() -> None:

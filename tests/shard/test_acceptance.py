@@ -22,4 +22,8 @@ def test_every_step_emits_all_drafts_and_one_more_token(rule: str) -> None:
         outcome = drafting.decode([0])
         assert outcome.drafted == outcome.accepted == REQUESTS * DRAFTS
         assert len(outcome.emitted) == REQUESTS * (DRAFTS + 1)
+        sequences = [sequence for group in drafting.books.groups.values() for sequence in group.sequences]
+        assert all(
+            sequence.computed == len(sequence.tokens) - 1 for sequence in sequences
+        )  # accepted tokens are not computed again
     assert not drafting.books.groups

@@ -1,6 +1,7 @@
 """Drafting by a draft model. If the target drafts for itself, every draft is accepted, whatever happens to its pages."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -338,3 +339,12 @@ def test_all_own_drafts_are_accepted_though_pages_are_swapped(page: int) -> None
         outcome = self_drafting.decode([1])
         drafted, accepted = drafted + outcome.drafted, accepted + outcome.accepted
     assert accepted == drafted > 1000
+
+
+def test_only_a_group_behind_its_latency_target_gets_drafts_that_do_not_pay() -> None:
+    drafting = engine("tokens=4")
+    groups = [tiny.group(uid, prompt(uid, 8), 20, drafts=4) for uid in range(3)]
+    drafting.prefill(0, groups, [(group.uid, 99) for group in groups], 999, [])
+    outcome = drafting.decode([0], Allowance(LinearCost(step=1.0, draft=10.0), 100, needed={1: 5.0}))
+    assert outcome.drafts == [(1, 4, 4)]
+    assert Counter(uid for uid, _ in outcome.emitted) == {0: 1, 1: 5, 2: 1}

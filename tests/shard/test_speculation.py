@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Proposal
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft
@@ -132,6 +133,29 @@ def test_few_drafts_are_requested_from_a_proposer_that_is_always_wrong() -> None
     results = drive(engine, sample_groups(4), Traffic())
     assert results.tokens == plain.tokens
     assert results.drafted < len(plain.tokens) * 16  # it could have had 4 in each step
+
+
+class OneDraft:
+    """Proposes one draft, for a single sequence."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        assert len(requests) == 1
+        return Proposal([Draft(self._tree)])
+
+
+def test_drafts_are_counted_by_position_up_to_the_first_rejected_one() -> None:
+    group, *_ = sample_groups(4)
+    answer = plain_results().tokens[group.uid, 0]
+    engine = tiny.engine("llama")
+    engine.prefill(0, [group], [(group.uid, 99)], 99, [])
+    engine.speculator.proposer = OneDraft(chain([answer[1], answer[2], answer[3] - 1, answer[4]], [-1.0, -2.0, -3.0, -4.0]))
+    outcome = engine.decode([0], Allowance(LinearCost(1.0, 0.0), 4))
+    assert [emitted.pick.token for _, emitted in outcome.emitted] == answer[1:4]
+    assert (outcome.drafted, outcome.accepted) == (4, 2)
+    assert (outcome.tried, outcome.kept) == ([1, 1, 1], [1, 1, 0])
 
 
 def test_two_ranks_draft_and_accept_alike() -> None:
