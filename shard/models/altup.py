@@ -13,6 +13,7 @@ from ...kernels.linear import Weight
 from ...kernels.operations import rms_norm
 from ...kernels.reference import lane_invariant
 from ..parallel import Ranks
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 from .traits import AltUpShape
@@ -20,7 +21,7 @@ from .traits import AltUpShape
 LEAST = 1e-5  # least mean square by which a stream is divided
 
 
-class AltUp:
+class AltUp(Holder):
     """The prediction and correction of one layer."""
 
     def __init__(self, load: Loader, how: AltUpShape) -> None:
@@ -51,7 +52,7 @@ class AltUp:
         return lane_invariant(torch.tanh, self.router(rms_norm(x.contiguous(), self.norm, self._epsilon).float()))
 
 
-class Ends:
+class Ends(Holder):
     """The projections from the embedding to all streams, and from all streams to one after the last layer; each stream is scaled to
     the magnitude of the first."""
 

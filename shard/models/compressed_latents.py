@@ -10,6 +10,7 @@ from ...kernels.partial_rotary import rotate_last, write_keys
 from ...kernels.ragged import AttentionOptions, attention, attention_with_entries, completed_entries
 from ..step import Step
 from .compression import CompressedLatent
+from .holder import Holder
 from .latents import LatentAttention, PerHeadWeight
 from .loader import Loader
 from .lora import side_by_side
@@ -21,7 +22,7 @@ COMPRESSOR = "self_attn.compressor"
 INDEXER = f"{COMPRESSOR}.indexer"
 
 
-class Compressor:
+class Compressor(Holder):
     """Computes a layer's compressed entries, and the index that selects among them. Every rank has all of it."""
 
     def __init__(self, load: Loader, latent: CompressedLatent, order: Tensor, index_order: Tensor) -> None:
@@ -119,12 +120,6 @@ class CompressedAttention(LatentAttention):
             first = load.ranks.rank * own % each
             found = found[:, :, first : first + own]
         return found.transpose(1, 2).contiguous()
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """See `LatentAttention`."""
-        found = self, self.to_values, self.compressor
-        return tuple(part for part in found if part is not None)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """See `HeadAttention`: [tokens, this rank's groups * rank]."""

@@ -29,6 +29,7 @@ from .gated_latents import GatedLatentAttention
 from .gated_norms import GatedStream, NormGate
 from .hash_routing import HashRoutedExperts
 from .heads import HeadAttention, SharedKeyAttention
+from .holder import Holder, held
 from .hyper_stream import HyperStream
 from .indexed_heads import SparseHeadAttention
 from .kimi_linear_attention import KimiDeltaAttention
@@ -68,7 +69,7 @@ OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 ROOTS = ("model.", "language_model.model.", "model.language_model.", "model.text_model.", "backbone.")
 
 
-class Layer:
+class Layer(Holder):
     """A decoder layer: attention and MLP, each with pre-norm, post-norm or both, added to the residual stream."""
 
     def __init__(self, index: int, shape: Shape, load: Loader) -> None:
@@ -508,22 +509,12 @@ class Decoder:
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights."""
         twice = self.embedding.nbytes if self.shape.tied and self.head.shared else 0
-        held = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
-        return held + (self.vision.bytes if self.vision else 0)
+        found = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
+        return found + (self.vision.bytes if self.vision else 0)
 
     def _weights(self) -> Iterator[Weight | Tensor]:
-        parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
-        own = (part for layer in self.layers for part in (layer.per_layer, layer.altup, layer.laurel, layer.ngrams))
-        parts += [part for part in (self.inputs, self.mixing, self.ends, *own) if part is not None]
-        parts += [mixing for layer in self.layers for mixing in layer.mixings]
-        parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]
-        held = [value for part in parts for value in vars(part).values()]
-        held += [own for value in held if isinstance(value, list) for own in value]
-        found = [value for value in held if isinstance(value, (Weight, Tensor))]
-        for value in (*found, *(weight for layer in self.layers if layer.mlp for weight in layer.mlp.weights())):
-            yield value
-            if isinstance(value, Weight) and value.lora is not None:
-                yield from value.lora.weights
+        for value in vars(self).values():
+            yield from held(value)
 
 
 def _remembered(load: Loader, kept: RecurrentShape) -> RecurrentAttention:

@@ -7,11 +7,12 @@ from torch.nn import functional
 
 from ...kernels.linear import Weight
 from ...kernels.reference import lane_invariant
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 
 
-class NormGate:
+class NormGate(Holder):
     """The gate of one norm."""
 
     def __init__(self, load: Loader, name: str, size: int) -> None:

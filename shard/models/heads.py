@@ -12,12 +12,13 @@ from ...kernels.reference import lane_invariant
 from ..parallel import Ranks
 from ..step import Step
 from .alibi import widened
+from .holder import Holder
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
 
 
-class HeadAttention:
+class HeadAttention(Holder):
     """The attention of a layer: query, key and value projections, and the output projection."""
 
     def __init__(self, load: Loader, window: int, turned: bool = True) -> None:
@@ -67,11 +68,6 @@ class HeadAttention:
             self.scales[0] = 1
         return found
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        return (self,)
-
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """The input of the projection `output`, [tokens, this rank's heads * head size]. Writes keys and values to the cache.
 
@@ -116,7 +112,7 @@ class HeadAttention:
         return torch.cat((joint[:, :first], functional.pad(values, (0, self.size - self.value_size)).flatten(1)), 1)
 
 
-class SharedKeyAttention:
+class SharedKeyAttention(Holder):
     """Attention of a layer without keys of its own: its queries attend to another layer's keys and values (cross-layer KV sharing:
     Brandon et al. 2024, arXiv:2405.12981)."""
 
@@ -131,11 +127,6 @@ class SharedKeyAttention:
         self.query_norm = load.gains(norm, size) if shape.qk_norm else None
         self.output = load.rows(output, shape.query_heads(window) * size, shape.output_bias)
         self.scales: Tensor | None = None  # the other layer's FP8 scales of keys and values
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """See `HeadAttention`."""
-        return (self,)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """See `HeadAttention`; layer: of the cache, the other layer's, to which nothing is written."""

@@ -13,12 +13,13 @@ from ...kernels.hyper_connections import mix
 from ...kernels.linear import Weight
 from ...kernels.reference import HyperConnectionWeights
 from ..parallel import Ranks
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 from .traits import HyperConnections
 
 
-class StreamMixer:
+class StreamMixer(Holder):
     """Mixes the streams for one part of a layer; see the subclasses."""
 
 

@@ -9,6 +9,7 @@ from ...kernels.operations import rotate_and_write
 from ...kernels.ragged import needs_selection
 from ..step import Step
 from .heads import HeadAttention
+from .holder import Holder
 from .loader import Loader
 from .lora import side_by_side
 from .mean_indexer import MeanIndexer
@@ -17,7 +18,7 @@ from .stream import Stream
 from .traits import BlockIndex, PoolIndex
 
 
-class BlockIndexer:
+class BlockIndexer(Holder):
     """The index of block sparse attention: a query for each of this rank's key heads, and one key for all, of the size of
     attention's keys and rotated like them."""
 
@@ -56,11 +57,6 @@ class SparseHeadAttention(HeadAttention):
     def __init__(self, load: Loader, index: BlockIndex | PoolIndex, window: int, turned: bool = True) -> None:
         super().__init__(load, window, turned)
         self.indexer = BlockIndexer(load, index) if isinstance(index, BlockIndex) else MeanIndexer(load, index)
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        return (self, self.indexer)
 
     def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
         """As `__call__`. index_keys: the layer's, in the cache."""

@@ -9,6 +9,7 @@ from ...kernels.indexed import TokenSelection
 from ...kernels.operations import layer_norm, rotate_and_write_index
 from ...kernels.ragged import needs_selection
 from ..step import Step
+from .holder import Holder
 from .loader import Loader
 from .rotary import Places
 from .sharpening import ScalableSoftmax
@@ -18,7 +19,7 @@ NAME = "self_attn.indexer"
 EPSILON = 1e-6  # of the layer norm on the queries' input, whatever other norms have
 
 
-class Indexer:
+class Indexer(Holder):
     """An indexer. Its queries are projected from query latents or from the residual stream; its keys and head weights from the
     stream."""
 
@@ -36,11 +37,6 @@ class Indexer:
         self.sharpening = (
             ScalableSoftmax(load, f"{NAME}.softmax_scaling", index.heads, whole=True) if index.scalable_softmax else None
         )
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        return (self,) if self.sharpening is None else (self, self.sharpening)
 
     def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> TokenSelection | None:
         """The index queries of a step's tokens; None if everything is attended to. Writes index keys to the cache.

@@ -20,6 +20,7 @@ from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import AttentionOptions, Plan, attention, attention_to_expanded
 from ...kernels.reference import lane_invariant
 from ..step import Step
+from .holder import Holder
 from .indexer import Indexer
 from .loader import Loader
 from .lora import ColumnLora, side_by_side
@@ -35,7 +36,7 @@ LATENTS = "self_attn.kv_a_proj_with_mqa"
 SHORT = 400
 
 
-class PerHeadWeight:
+class PerHeadWeight(Holder):
     """A batched matrix product with one weight per head: the up-projection of MLA latents to keys or to values."""
 
     def __init__(self, weights: Tensor, exact: Invariance) -> None:
@@ -61,7 +62,7 @@ class PerHeadWeight:
         return torch.bmm(x.transpose(0, 1), self._weights).transpose(0, 1)[:tokens]
 
 
-class LatentAttention:
+class LatentAttention(Holder):
     """The MLA attention of a layer, with the same role as `HeadAttention`."""
 
     def __init__(self, load: Loader, latent: Latent, window: int, indexing: bool) -> None:
@@ -111,12 +112,6 @@ class LatentAttention:
         order = self._order(outputs // load.ranks.size, self.latent.plain)
         changed = load.lora(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
         return load.matrix("self_attn.q_b_proj", outputs, inputs)[order], changed
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        found = self, self.to_keys, self.to_values, self.sharpening, *(self.indexer.parts if self.indexer else ())
-        return tuple(part for part in found if part is not None)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """See `HeadAttention`. The result: [tokens, this rank's heads * latent.values]."""

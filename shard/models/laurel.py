@@ -4,13 +4,14 @@ the norm of a low-rank projection of that. Every rank has it whole."""
 from torch import Tensor
 
 from ...kernels.operations import rms_norm
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 
 NAMES = ("laurel.linear_left", "laurel.linear_right")
 
 
-class LaurelBlock:
+class LaurelBlock(Holder):
     """The LAuReL branch of a layer."""
 
     factor = 2**-0.5  # multiplies the stream once attention's output is added as well

@@ -13,6 +13,7 @@ from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ...kernels.spans import RecurrentStates, Spans
 from ..step import Step
+from .holder import Holder
 from .loader import Loader
 from .lora import ColumnLora, side_by_side
 from .recurrent_shapes import LinearAttentionShape
@@ -21,16 +22,11 @@ from .stream import Stream
 NAME = "linear_attn"
 
 
-class RecurrentAttention(ABC):
+class RecurrentAttention(Holder, ABC):
     """A layer's linear attention or short convolution: as `HeadAttention`, but with recurrent states in place of a KV cache."""
 
     inward: Weight
     output: Weight
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        return (self,)
 
     @abstractmethod
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:

@@ -9,6 +9,7 @@ from ...kernels.means import write_means
 from ...kernels.operations import rotate
 from ...kernels.ragged import needs_selection
 from ..step import Step
+from .holder import Holder
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
@@ -23,7 +24,7 @@ def _order(size: int, turned: int) -> list[int]:
     return [*range(apart), *range(turned, middle), *range(apart, turned), *range(middle, size)]
 
 
-class MeanIndexer:
+class MeanIndexer(Holder):
     """An index with query heads of its own, and one key for all. As many features of each rotate as of attention's heads."""
 
     def __init__(self, load: Loader, index: PoolIndex) -> None:

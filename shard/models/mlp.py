@@ -1,7 +1,7 @@
 """The MLP of a layer: dense variants, and mixtures of experts."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from statistics import NormalDist
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.experts import lay_out, route
-from ...kernels.linear import Weight
 from ...kernels.operations import gated
 from ...kernels.reference import Activation, lane_invariant, squared, xielu
 from .experts import as_stored, experts
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 from .traits import Mixture
@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Mlp:
+class Mlp(Holder):
     """A gated MLP (SwiGLU or GeGLU)."""
 
     def __init__(self, load: Loader, size: int) -> None:
@@ -50,10 +50,6 @@ class Mlp:
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """The input of the projection `down`."""
         return stream.through(before, self.gate_up, gates=True)
-
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank."""
-        yield from (self.gate_up, self.down)
 
 
 class ClampedMlp(Mlp):
@@ -123,7 +119,7 @@ def _xielu(load: Loader) -> Callable[[Tensor], Tensor]:
     return partial(xielu, positive=positive, negative=beta + negative, beta=beta, epsilon=epsilon)
 
 
-class MixtureOfExperts:
+class MixtureOfExperts(Holder):
     """A mixture of experts: the MLPs that a token's router chooses, and a shared expert if there is one. Every rank has a part of
     each."""
 
@@ -170,14 +166,6 @@ class MixtureOfExperts:
             rooted=mixture.rooted,
         )
 
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank."""
-        yield from (self.router, *self.experts.weights)
-        if self.correction is not None:
-            yield self.correction
-        if self.shared is not None:
-            yield from self.shared.weights()
-
 
 class LatentExperts(MixtureOfExperts):
     """Nemotron 3 Super's experts, which read and write a low-dimensional latent of the stream."""
@@ -193,10 +181,6 @@ class LatentExperts(MixtureOfExperts):
     def made(self, x: Tensor) -> Tensor:
         """See `MixtureOfExperts`. The projection back is linear, so ranks apply it to their parts of the sum."""
         return self.back(self.experts(self.into(x), *self.route(x)))
-
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank."""
-        yield from (*super().weights(), self.into, self.back)
 
 
 class InputScaledExperts(MixtureOfExperts):
@@ -233,12 +217,8 @@ class ParallelExperts(MixtureOfExperts):
         made = self.experts(stream.normalized(self.before), shares * self.factors[chosen], chosen)
         stream.add_each((dense, made), self.behind, behind)
 
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank."""
-        yield from (*super().weights(), self.routing, self.factors, self.before, *self.behind)
 
-
-class SharedExpert:
+class SharedExpert(Holder):
     """The shared expert, for all tokens."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
@@ -256,9 +236,3 @@ class SharedExpert:
         inner = stream.product(x, self.gate_up)
         made = stream.product(squared(inner) if self.ungated else gated(inner, self.gates), self.down)
         return made if self.gate is None else made.mul_(lane_invariant(torch.sigmoid, stream.product(x, self.gate)))
-
-    def weights(self) -> Iterator[Weight]:
-        """All weights of this rank."""
-        yield from (self.gate_up, self.down)
-        if self.gate is not None:
-            yield self.gate

@@ -14,6 +14,7 @@ from ...kernels.ngrams import opened, rows_of, take
 from ...kernels.spans import RecurrentStates
 from ..step import Step
 from .gated_hyper_stream import GatedHyperStream
+from .holder import Holder
 from .loader import Loader
 from .ngrams import NgramShape
 from .shape import Unsupported
@@ -43,7 +44,7 @@ class NgramHasher:
         return dict(zip(self._layers, found.unbind(0), strict=True))
 
 
-class NgramLayer:
+class NgramLayer(Holder):
     """The n-gram embedding of one layer."""
 
     def __init__(self, load: Loader, ngrams: NgramShape, layer: int) -> None:
