@@ -120,7 +120,7 @@ class Layer(Holder):
         return HeadAttention(load, self.window, turned)
 
     def _mlp(self, load: Loader) -> Mlp | MixtureOfExperts:
-        mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
+        mixture = self.shape.mixtures[self.index]
         if mixture:
             kinds = (
                 (mixture.beside, ParallelExperts),

@@ -61,7 +61,7 @@ class Shape:
     max_positions: int
     tied: bool  # the LM head is the embedding table
     rope: Rope
-    mixtures: tuple[Mixture | None, ...] = ()  # per layer: its experts instead of one MLP, None: an MLP; (): no layer has experts
+    mixtures: tuple[Mixture | None, ...]  # per layer: its experts instead of one MLP; None: an MLP
     windows: tuple[int, ...]  # per layer: sliding window, in positions, the token itself included; 0: full attention
     chunked: bool = False  # windows don't slide: they begin at their multiples, so that a token sees its chunk of positions
     local_rope: Rope | None = None  # of the layers with a window, if it differs
@@ -371,8 +371,7 @@ class Shape:
     @property
     def mlps(self) -> list[tuple[int, Mixture | None]]:
         """Layers with an MLP, or experts instead."""
-        every = self.mixtures or (None,) * self.layers
-        return [(layer, mixture) for layer, mixture in enumerate(every) if layer not in self.without_mlp]
+        return [(layer, mixture) for layer, mixture in enumerate(self.mixtures) if layer not in self.without_mlp]
 
     @property
     def sums(self) -> int:
@@ -382,7 +381,7 @@ class Shape:
 
     def norm_names(self, layer: int) -> tuple[str, str, str, str]:
         """As `norms`, for this layer."""
-        sparse = bool(self.mixtures and self.mixtures[layer])
+        sparse = self.mixtures[layer] is not None
         remembers = self.recurrent_norms and self.recurrent and layer in self.recurrent.layers
         before, behind, mlp, last = (remembers and self.recurrent_norms) or self.norms
         if self.norm_gates:  # norms are submodules of what has gates, too
@@ -391,8 +390,7 @@ class Shape:
 
     def gated_norms(self, layer: int) -> list[str]:
         """Names of this layer's gated norms, before attention and before the MLP; "": the norm there has no gate."""
-        sparse = bool(self.mixtures and self.mixtures[layer])
-        return [self.norms[0], self.norms[2] if sparse else ""] if self.norm_gates else []
+        return [self.norms[0], self.norms[2] if self.mixtures[layer] else ""] if self.norm_gates else []
 
     @property
     def norm_count(self) -> int:
@@ -424,7 +422,7 @@ class Shape:
 
     def joins(self, layer: int) -> bool:
         """Whether the output of the previous layer's experts is added with this layer's MLP (shortcut experts)."""
-        before = self.mixtures[layer - 1] if self.mixtures and layer else None
+        before = self.mixtures[layer - 1] if layer else None
         return before is not None and before.later
 
     def width(self, layer: int) -> int:

@@ -510,7 +510,7 @@ def with_granites_experts(base: Shape, given: Config, shared: int) -> Shape:
         raise Unsupported(f"config.json says num_experts_per_tok 0, of {mixture.experts} experts: {AGAIN}")
     return replace(
         base,
-        mixtures=(mixture,) * base.layers if mixture.experts else (),
+        mixtures=(mixture if mixture.experts else None,) * base.layers,
         mlp_name="shared_mlp",
         mlp_parts=("input_linear", "", "", "output_linear"),
         joined=("input_linear",),
