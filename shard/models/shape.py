@@ -149,8 +149,7 @@ class Shape:
     # Of a draft model: the target's features that it reads; it takes the target's embedding table, too.
     features: DraftFeatures | None = None
     kv_shared_layers: int = 0  # so many last layers share keys and values of the last one before them with the same window
-    wider: int = 1  # the MLPs of those layers are so many times as wide
-    widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
+    widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ; (): they don't
     inputs: PerLayerShape | None = None  # per-layer embeddings: inputs of each layer
     ngrams: NgramShape | None = None  # n-gram embeddings, which some layers add
     image_factor: float = 1.0  # multiplies image features
@@ -427,7 +426,7 @@ class Shape:
 
     def width(self, layer: int) -> int:
         """Intermediate features of the layer's MLP."""
-        return self.widths[layer] if self.widths else self.intermediate * (self.wider if layer >= self.with_keys else 1)
+        return self.widths[layer] if self.widths else self.intermediate
 
     def state_bytes(self, ranks: int, item: int) -> int:
         """Bytes of a sequence's recurrent state on one rank, whatever its length; item: bytes of an element."""
