@@ -140,7 +140,6 @@ class Shape:
     modules: tuple[tuple[str, str], ...] = ()  # parts of its matrices' names, and of transformers' module names
     joined: tuple[str, ...] = ()  # fused tensors, where other checkpoints have several: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # partial rotary embedding: the first features of a head that are rotated; 0: all
-    global_rotary_size: int = 0  # `rotary_size` of layers without a window, if it differs; 0: it does not
     rotary_reversed: bool = False  # the rotation is in the opposite direction
     # Interleaved rotary embedding: the checkpoint has features that rotate together next to each other, not half of them apart.
     rotary_neighbours: bool = False
@@ -459,8 +458,7 @@ class Shape:
 
     def turned(self, window: int) -> int:
         """Features of a head that rotate in layers with this window."""
-        own = self.global_rotary_size if not window else 0
-        return own or self.rotary_size or self.turning_size(window)
+        return self.keys(window).turned or self.rotary_size or self.turning_size(window)
 
     def order(self, window: int) -> tuple[int, ...]:
         """For each feature of our heads, its index in the checkpoint's heads. In ours, features that rotate together are half a

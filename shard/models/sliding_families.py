@@ -169,7 +169,7 @@ def _laguna(config: Config) -> Shape:
     return replace(
         base,
         heads=heads[SLIDING if slides else FULL],
-        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL]) if slides else None,
+        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL], turned=parts[0]) if slides else None,
         mixtures=by_kinds(given.get("mlp_layer_types") or [PLAIN_MLP, *[EXPERTS] * (base.layers - 1)], mixture, base.layers),
         qk_norm=True,
         attention_gates=True,
@@ -180,7 +180,6 @@ def _laguna(config: Config) -> Shape:
         windows=windows_of(given, kinds),
         local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
         rotary_size=parts[slides],
-        global_rotary_size=parts[0] if slides else 0,
     )
 
 
@@ -304,7 +303,7 @@ def step_3(config: Config) -> Shape:
     return replace(
         base,
         heads=int(given.get("num_sliding_attention_heads") or heads) if slides else heads,
-        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads) if slides else None,
+        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads, turned=parts[0]) if slides else None,
         mixtures=tuple(
             one and replace(one, limit=limit, shared_limit=other) for one, limit, other in zip(sparse, limits, shared, strict=True)
         ),
@@ -319,7 +318,6 @@ def step_3(config: Config) -> Shape:
         windows=windows_of(given, kinds),
         local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
         rotary_size=parts[slides],
-        global_rotary_size=parts[0] if slides else 0,
         aliases=STEP_3_NAMES,
     )
 

@@ -444,6 +444,7 @@ class Keys:
     values: bool = True  # values have a projection of their own; else they are the keys before norm and rotary embedding
     value_size: int = 0  # of a value, if smaller than a key: it is padded with zeros in the cache; 0: the same
     queries: int = 0  # query heads, if the layer has other than `Shape.heads`; 0: it has not
+    turned: int = 0  # features of a head that rotate, if others than `Shape.rotary_size`; 0: no others
 
     @property
     def own_values(self) -> int:
