@@ -98,7 +98,7 @@ class CompressedAttention(LatentAttention):
         self.query = load.laid_out(load.matrix(MORE_QUERIES, asked, latent.queries)[queries], None, changed)
         self.query_norm = load.gains("self_attn.q_a_norm", latent.queries)
         self.latent_norm = load.gains("self_attn.kv_norm", size)[order]
-        self.sinks = load.each_head("self_attn.sinks", shape.heads)
+        self.sinks = load.each_head(f"self_attn.{shape.sinks}", shape.heads)
         self.heads = shape.heads // load.ranks.size
         self.to_values = PerHeadWeight(self._to_groups(load, latent), load.exact)
         self.indexer = None

@@ -82,7 +82,7 @@ def _deepseek_v4(config: Config) -> Shape:
         rope=compress if compressing else main,
         local_rope=main if compressing and SLIDING in kinds else None,
         rotary_neighbours=True,
-        sinks=True,
+        sinks="sinks",
         hyper=HyperConnections(
             count=given["hc_mult"],
             magnitude=2.0,

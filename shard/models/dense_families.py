@@ -259,7 +259,7 @@ def with_thetas(base: Shape, given: Config) -> Shape:
         replace(base.rope, theta=number({"layer_rope_theta": theta}, "layer_rope_theta")) if theta else None
         for theta in (next(iter(turned[kind]), 0) for kind in (FULL, SLIDING))
     )
-    found = replace(base, sinks=True, windows=windows_of(given, kinds), nope_layers=still, rope=full or local or base.rope)
+    found = replace(base, sinks="sinks", windows=windows_of(given, kinds), nope_layers=still, rope=full or local or base.rope)
     return replace(found, local_rope=local if full and local != full else None)
 
 

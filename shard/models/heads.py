@@ -50,7 +50,7 @@ class HeadAttention(Holder):
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains(queries_name, sizes[0], keys.size), order) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains(keys_name, sizes[1], keys.size), order) if joint else None
-        self.sinks = load.each_head(f"{own}.{shape.sinks_name}", heads) if shape.has_sinks(window) else None
+        self.sinks = load.each_head(f"{own}.{shape.sinks}", heads) if shape.has_sinks(window) else None
         self.scales = load.cache_scales(keys.heads)
         self.gains = self._moved() if shape.qk_norm_behind else None
         self.gates = heads * gate // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the last ones

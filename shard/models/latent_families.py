@@ -314,7 +314,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
         hyper=HyperConnections(count=given["hc_mult"], magnitude=number(given, "hc_magnitude", 2.0), epsilon=epsilon),
         attention_gates=True,
         gates_name="gate_proj",
-        sinks=True,
+        sinks="sinks",
         precise_logits=True,
         aliases=HY_4_NAMES,
     )

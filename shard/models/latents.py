@@ -102,7 +102,7 @@ class LatentAttention(Holder):
         self.to_values = PerHeadWeight(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
         choosing = PoolIndexer if latent.index and latent.index.pool else Indexer
         self.indexer = choosing(load, latent, latent.index) if latent.index and indexing else None
-        self.sinks = load.each_head(f"self_attn.{shape.sinks_name}", shape.heads) if shape.has_sinks(window) else None
+        self.sinks = load.each_head(f"self_attn.{shape.sinks}", shape.heads) if shape.has_sinks(window) else None
         self.sharpening = ScalableSoftmax(load, "self_attn.softmax_scaling", shape.heads) if shape.scalable_softmax else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 

@@ -85,8 +85,7 @@ class Shape:
     without_mlp: frozenset[int] = frozenset()  # layers without MLP or experts
     attention_scale: float  # multiplies the products of queries and keys
     softcap: float = 0.0  # soft cap of attention scores; 0: none
-    sinks: bool = False  # attention sinks: each head has one more logit, without a value
-    sinks_name: str = "sinks"  # the name of their tensor
+    sinks: str = ""  # attention sinks: each head has one more logit, without a value; the name of their tensor; "": none
     local_sinks: bool = False  # only layers with a window have sinks
     final_softcap: float = 0.0  # soft cap of the model's logits; 0: none
     embedding_factor: float = 1.0  # multiplies token embeddings
@@ -583,7 +582,7 @@ class Shape:
 
     def has_sinks(self, window: int) -> bool:
         """Whether heads of layers with this window have attention sinks."""
-        return self.sinks and (window > 0 or not self.local_sinks)
+        return self.sinks != "" and (window > 0 or not self.local_sinks)
 
     def _projections(self, ranks: int, window: int, latent: Latent | None) -> Matrices:
         """Matrices before and after attention, in a layer with this window and these latents."""

@@ -106,8 +106,7 @@ def _flint(config: Config) -> Shape:
     return replace(
         mixed(base, given, mixture),
         qk_norm=True,
-        sinks=True,
-        sinks_name="softmax_offset",
+        sinks="softmax_offset",
         windows=windows_of(given, kinds),
         nope_layers=layers_of(kinds, FULL),
     )
@@ -229,8 +228,7 @@ def _mimo(config: Config) -> Shape:
         kv_heads=2 * base.kv_heads,
         global_keys=Keys(heads=base.kv_heads, size=base.head_size, value_size=values),
         value_size=values,
-        sinks=True,
-        sinks_name="attention_sink_bias",
+        sinks="attention_sink_bias",
         local_sinks=True,
         windows=windows_of({"sliding_window": 129} | given, kinds),
         local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters"),

@@ -541,7 +541,7 @@ def _gpt_oss(config: Config) -> Shape:
         router="router",
     )
     windows = windows_of(given, layer_kinds(given, base.layers, lambda layer: layer % 2 == 0))
-    return replace(base, windows=windows, mixtures=(mixture,) * base.layers, sinks=True)
+    return replace(base, windows=windows, mixtures=(mixture,) * base.layers, sinks="sinks")
 
 
 SPARSE: dict[str, Callable[[Config], Shape]] = {
