@@ -53,7 +53,7 @@ from .ngram_layers import NgramHasher, NgramLayer
 from .olmo_linear_attention import OlmoGatedDelta
 from .recurrent_shapes import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape
 from .renamed import EitherSource, LegacySource, PairedSource
-from .rotary import Places, PoolRotary, log_positions, nope_query_scales, query_scales, resized
+from .rotary import Places, PoolRotary, log_positions, query_scales, resized
 from .rotary import table_of as angles_of
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
@@ -273,8 +273,9 @@ class Decoder:
         self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None
         factors = self.waves.exp() if self.waves is not None else None
         self.rotary = of(shape.rope, size, factors=factors) if shape.turns else still()
-        self.query_scale = query_scales(shape.rope, shape.max_positions, dtype, device)
-        self.nope_query_scale = nope_query_scales(shape.nope_query_scale, shape.max_positions, dtype, device)
+        self.query_scale, self.nope_query_scale = (
+            query_scales(tuning, shape.max_positions, dtype, device) for tuning in (shape.rope.query_scale, shape.nope_query_scale)
+        )
         self.logarithms = log_positions(shape.max_positions, dtype, device) if shape.scalable_softmax else None
         near = max(shape.windows)
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from .fields import AGAIN, FULL, SLIDING, Config, boolean, number, shown
 from .shape import Unsupported
-from .traits import Rope
+from .traits import Rope, TemperatureTuning
 
 MISTRAL_YARN = {  # defaults
     "rope_type": "yarn",
@@ -100,16 +100,18 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     first, second = (number(values, name) if values.get(name) else 0.0 for name in ("mscale", "mscale_all_dim"))
     amplitude = _logarithmic(factor, first) / _logarithmic(factor, second) if first and second else _logarithmic(factor, 1.0)
     whole = boolean("truncate", values.get("truncate", True))
+    original = int(number(values, ORIGINAL, float(config["max_position_embeddings"])))
+    strength = number(values, "llama_4_scaling_beta") if values.get("llama_4_scaling_beta") else 0.0
     return Rope(
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_positions=int(number(values, ORIGINAL, float(config["max_position_embeddings"]))),
+        original_positions=original,
         many_turns=number(values, "beta_fast", 32.0),
         few_turns=number(values, "beta_slow", 1.0),
         whole=whole,
         amplitude=number(values, "attention_factor", amplitude),
-        query_scale=number(values, "llama_4_scaling_beta") if values.get("llama_4_scaling_beta") else 0.0,
+        query_scale=TemperatureTuning(strength=strength, positions=original, first=0) if strength else None,
     )
 
 

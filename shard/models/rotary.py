@@ -54,29 +54,17 @@ def table_of(
     return torch.cat([_widened(rotary_table(turning, part, dtype, rope.amplitude), size) for part in parts])
 
 
-def query_scales(rope: Rope, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """What queries are multiplied by, so that attention stays as sharp among more keys, [positions, 1, 1]; None: by 1."""
-    if not rope.query_scale:
+def query_scales(tuning: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What queries are multiplied by at each position, [positions, 1, 1]; None: by 1."""
+    if tuning is None:
         return None
-    return _grown(rope.query_scale, torch.arange(positions, device=device) // rope.original_positions, dtype)
-
-
-def nope_query_scales(
-    query_scale: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """The same in layers without a rotary embedding."""
-    if query_scale is None:
-        return None
-    return _grown(query_scale.strength, torch.arange(1, positions + 1, device=device) // query_scale.positions, dtype)
+    times = torch.arange(tuning.first, tuning.first + positions, device=device) // tuning.positions
+    return (1 + tuning.strength * (1 + times.float()).log()).to(dtype).view(-1, 1, 1)
 
 
 def log_positions(positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Logarithms of the positions counted from 1, [positions, 1]."""
     return torch.arange(1, positions + 1, device=device).float().log().to(dtype).unsqueeze(1)
-
-
-def _grown(strength: float, times: Tensor, dtype: torch.dtype) -> Tensor:
-    return (1 + strength * (1 + times.float()).log()).to(dtype).view(-1, 1, 1)
 
 
 def _widened(table: Tensor, size: int) -> Tensor:

@@ -494,7 +494,7 @@ class Shape:
         """Elements of the rotary tables, which every rank has whole, with one row for layers without a rotary embedding; and of the
         query scales."""
         size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
-        scales = (self.rope.query_scale > 0) + (self.nope_query_scale is not None) + self.scalable_softmax
+        scales = (self.rope.query_scale is not None) + (self.nope_query_scale is not None) + self.scalable_softmax
         tables = self.turned_positions * (size * self.turns + local) + size * bool(self.nope_layers)
         return 2 * tables + self.max_positions * scales
 

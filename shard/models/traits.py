@@ -12,6 +12,16 @@ MOST_ON_CPU = 256  # the most inputs that share a scale in products on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TemperatureTuning:
+    """Attention temperature tuning: queries are multiplied by 1 + strength * log(1 + times), lest attention blur among many keys,
+    where `times` is how often `positions` fit into a token's position, counted from `first`."""
+
+    strength: float
+    positions: int
+    first: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary position embedding (RoPE). `kind` "default" uses nothing but theta."""
 
@@ -25,8 +35,7 @@ class Rope:
     few_turns: float = 1.0
     whole: bool = True  # yarn's: these bounds are rounded to whole pairs of features ("truncate")
     amplitude: float = 1.0  # multiplies all cosines and sines
-    # Llama 4's scaling of queries, by the logarithm of how many times over they exceed the original positions; 0: none.
-    query_scale: float = 0.0
+    query_scale: TemperatureTuning | None = None  # scales queries by position (llama_4_scaling_beta); None: nothing does
     # Longrope's stretching factors of the frequencies, where at most the original positions are served.
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()  # where more are served
@@ -39,15 +48,6 @@ class Rope:
     def reach(self) -> int:
         """Positions that it extends to, where it says so: yarn is added to a config.json whose number of positions stays."""
         return int(self.original_positions * self.factor) if self.kind == "yarn" else 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemperatureTuning:
-    """Attention temperature tuning: queries are multiplied by 1 + strength * log(1 + times), lest attention blur among many keys,
-    where `times` is how often `positions` fit into a token's position, counted from 1."""
-
-    strength: float
-    positions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
