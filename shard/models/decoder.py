@@ -19,7 +19,7 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import ImageTokens, Step
 from ..weights import Source
-from .alibi import table_of as leanings_of
+from .alibi import alibi_biases
 from .altup import AltUp, AltUpStream, Ends
 from .compressed_latents import CompressedAttention
 from .compression import CompressedLatent
@@ -53,8 +53,7 @@ from .ngram_layers import NgramHasher, NgramLayer
 from .olmo_linear_attention import OlmoGatedDelta
 from .recurrent_shapes import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape
 from .renamed import EitherSource, LegacySource, PairedSource
-from .rotary import Places, PoolRotary, log_positions, query_scales, resized
-from .rotary import table_of as angles_of
+from .rotary import Places, PoolRotary, cosines_and_sines, log_positions, query_scales, resized
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
 from .shortcuts import ShortcutExperts, ShortcutMlp, ShortcutStream
@@ -267,7 +266,7 @@ class Decoder:
         self.ends = Ends(load, shape.altup) if shape.altup else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
-        of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
+        of = partial(cosines_and_sines, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
         still = partial(of, Rope(), size, positions=1)  # the table at position 0 rotates nothing
         # Logarithms of learned frequency factors.
         self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None
@@ -279,7 +278,7 @@ class Decoder:
         self.logarithms = log_positions(shape.max_positions, dtype, device) if shape.scalable_softmax else None
         near = max(shape.windows)
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
-        self.alibi_table = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
+        self.alibi_table = alibi_biases(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
         self.identity_rotary = still() if shape.nope_layers and shape.turns else None
         self.vision: Vision | None = None  # the image encoder, if images are enabled
         self._axes = _axes_of(shape, size, device) if shape.rope.axes else None
@@ -448,14 +447,14 @@ class Decoder:
     def _output(self, load: Loader) -> Weight:
         """The LM head. Raises Unsupported if it is tied to the embedding table, and the checkpoint has a different one all the
         same."""
-        name = next((name for name in OUTPUTS if load.source.has(name)), OUTPUTS[0])
+        name = next(filter(load.source.has, OUTPUTS), OUTPUTS[0])
         bias = load.table_bias(name) if self.shape.logit_bias else None
         if not self.shape.tied:
             return Weight(load.table(name, self.shape.precise_logits), bias, load.exact)
         if load.source.has(name) and not load.table(name).equal(self.embedding):
             raise Unsupported(
                 f"config.json says tie_word_embeddings, and there is a {name} that differs from "
-                f"{table_of(load.source, self.shape)}: say false there if it is the model's own, or leave the tensor out"
+                f"{table_name(load.source, self.shape)}: say false there if it is the model's own, or leave the tensor out"
             )
         return Weight(self.embedding, bias, load.exact)
 
@@ -528,7 +527,7 @@ def _remembered(load: Loader, kept: RecurrentShape) -> RecurrentAttention:
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:
-    """Which of an image token's positions rotates each feature of a head: [size]. See `rotary.table_of`."""
+    """Which of an image token's positions rotates each feature of a head: [size]. See `rotary.cosines_and_sines`."""
     half = torch.tensor([*shape.rope.axes, *[0] * (size // 2 - len(shape.rope.axes))], device=device)
     return half.repeat(2)
 
@@ -538,11 +537,11 @@ def tensor_prefix(source: Source, shape: Shape) -> str:
     return next((root for root in ROOTS if source.has(f"{root}{shape.table}.weight")), ROOTS[0])
 
 
-def table_of(source: Source, shape: Shape) -> str:
+def table_name(source: Source, shape: Shape) -> str:
     """The name of its embedding table."""
     return f"{tensor_prefix(source, shape)}{shape.table}.weight"
 
 
 def lm_head_name(source: Source, shape: Shape) -> str:
     """The name of its LM head, which may be the embedding table."""
-    return table_of(source, shape) if shape.tied else next(filter(source.has, OUTPUTS), OUTPUTS[0])
+    return table_name(source, shape) if shape.tied else next(filter(source.has, OUTPUTS), OUTPUTS[0])

@@ -18,7 +18,7 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
-from .decoder import OUTPUTS, ROOTS, Decoder, Layer, lm_head_name, table_of, tensor_prefix
+from .decoder import OUTPUTS, ROOTS, Decoder, Layer, lm_head_name, table_name, tensor_prefix
 from .heads import HeadAttention
 from .loader import Loader
 from .renamed import PrefixedSource
@@ -88,7 +88,7 @@ class DraftHead(Decoder, ABC):
         if load.source.has(name):
             found = load.source.tensor(name, size)
             return shared if shared is not None and found.equal(shared) else found
-        return shared if shared is not None else self._whole.tensor(table_of(self._whole, self._target.shape), size)
+        return shared if shared is not None else self._whole.tensor(table_name(self._whole, self._target.shape), size)
 
     def _begin(self, step: Step, cache: Cache) -> Stream:
         assert cache.features is not None

@@ -28,7 +28,7 @@ class Places:
 
     rotary: Tensor  # cosines and sines
     query_scale: Tensor | None  # what queries are multiplied by (temperature tuning)
-    alibi_bias: Tensor | None  # ALiBi biases to append to keys: see `alibi.table_of`
+    alibi_bias: Tensor | None  # ALiBi biases to append to keys: see `alibi.alibi_biases`
     logarithms: Tensor | None  # logarithms of the positions, for scalable softmax: see `sharpening`
     # The last indexer's choice of tokens to attend to; a list that all layers share.
     choosing: list[TokenSelection | None] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Places:
     every: Tensor | None = None  # cosines and sines of all positions, where others than the tokens' own are needed
 
 
-def table_of(
+def cosines_and_sines(
     rope: Rope,
     size: int,
     positions: int,
