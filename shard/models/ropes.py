@@ -27,18 +27,23 @@ FORMERLY = {"su": "longrope"}  # of Phi 3's first config.json
 
 def rope(config: Config) -> Rope:
     """The rotary embedding that config.json describes. Raises Unsupported if both fields are there and differ."""
-    found = [rope_of(config, name) for name in ROPES if config.get(name)]
+    found = [_rope_of(config, name) for name in ROPES if config.get(name)]
     if len(found) == 2 and found[0] != found[1]:
         raise Unsupported(
             f"config.json has both rope_parameters ({shown(config['rope_parameters'])}) and rope_scaling "
             f"({shown(config['rope_scaling'])}), and they differ: leave one of them"
         )
-    return found[0] if found else rope_of(config, "")
+    return found[0] if found else _rope_of(config, "")
 
 
 def with_rope(config: Config, usual: dict[str, Any]) -> Config:
     """The config with default scaling where it has none."""
     return config if _said(config) else config | {"rope_parameters": usual}
+
+
+def with_only_rope(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with this rotary embedding and no other."""
+    return config | {"rope_parameters": dict(values), "rope_scaling": None}
 
 
 def _said(config: Config) -> Any:
@@ -50,7 +55,7 @@ def _kind(values: Mapping[str, Any]) -> str:
     return FORMERLY.get(str(kind), kind)
 
 
-def rope_of(config: Config, field: str) -> Rope:
+def _rope_of(config: Config, field: str) -> Rope:
     """The rotary embedding that one of the two fields describes."""
     values = config.get(field) or {}
     if not isinstance(values, dict):

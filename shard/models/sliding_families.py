@@ -7,7 +7,7 @@ from typing import Any
 
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, expect, number, said, shown, whole
 from .parts import biased, common, layer_kinds, layers_of, windows_of
-from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
+from .ropes import rope, ropes_by_kind, rotary_size, with_only_rope, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, mixed, one_for_all, scored_by_kinds
 from .traits import Keys, Mixture
@@ -152,7 +152,7 @@ def _laguna(config: Config) -> Shape:
         raise Unsupported(f"moe_router_logit_softcapping {shown(config['moe_router_logit_softcapping'])} is not supported")
     given = LAGUNA | config
     full, local = ropes_by_kind(_ropes_apart(with_rope(said(config), LAGUNA_ROPES)), 5e5, 1e4)
-    base = biased(common(given | {"rope_parameters": full, "rope_scaling": None}), given)
+    base = biased(common(with_only_rope(given, full)), given)
     kinds, gating = layer_kinds(given, base.layers, lambda layer: False), given["gating"]
     if not isinstance(gating, bool | str) or gating not in GATINGS:
         raise Unsupported(f"gating {shown(gating)} is not supported: the decoder has {', '.join(map(shown, GATINGS))}")
@@ -177,7 +177,7 @@ def _laguna(config: Config) -> Shape:
         head_gates=GATINGS[gating],
         gates_name="g_proj",
         windows=windows_of(given, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
+        local_rope=rope(with_only_rope(given, local)) if slides else None,
         rotary_size=parts[slides],
     )
 
@@ -211,7 +211,7 @@ def _mimo(config: Config) -> Shape:
     if (window := given.get("sliding_window_size")) is not None:  # which does not count the token itself
         given |= {"sliding_window": window + 1}
     full, local = ropes_by_kind(_ropes_apart(with_rope(given, MIMO_ROPES)), 5e6, 1e4)
-    base = common(given | {"rope_parameters": full, "rope_scaling": None})
+    base = common(with_only_rope(given, full))
     parts = {rotary_size({"rope_parameters": one}, base.head_size, 0.334) for one in (full, local)}
     if len(parts) > 1:
         raise Unsupported("partial_rotary_factor differs between kinds of layers, which is not supported: the decoder has one")
@@ -231,7 +231,7 @@ def _mimo(config: Config) -> Shape:
         sinks="attention_sink_bias",
         local_sinks=True,
         windows=windows_of({"sliding_window": 129} | given, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters"),
+        local_rope=rope(with_only_rope(given, local)),
         rotary_size=parts.pop(),
         factors=(("self_attn.v_proj", number({"attention_value_scale": 0.707} | config, "attention_value_scale", 1.0)),),
     )
@@ -276,8 +276,7 @@ def step_3(config: Config) -> Shape:
     shared expert; gates are clamped, with limits that differ by layer."""
     given = STEP_3 | _steps_own(said(config))
     full, local = ropes_by_kind(given, 1e4, 1e4)
-    base = common(given | {"rope_parameters": full, "rope_scaling": None, "hidden_act": "silu"})
-    base = biased(base, given)
+    base = biased(common(with_only_rope(given | {"hidden_act": "silu"}, full)), given)
     layers, heads = base.layers, int(given["num_attention_heads"])
     kinds = layer_kinds(given, layers, lambda layer: False)
     slides = SLIDING in kinds
@@ -314,7 +313,7 @@ def step_3(config: Config) -> Shape:
         head_gates=True,
         gates_name="g_proj",
         windows=windows_of(given, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
+        local_rope=rope(with_only_rope(given, local)) if slides else None,
         rotary_size=parts[slides],
         aliases=STEP_3_NAMES,
     )

@@ -7,7 +7,7 @@ from typing import Any
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3, with_thetas
 from .fields import AGAIN, BLOCKS, FULL, SIZES, SLIDING, Config, expect, number, shown, whole
 from .parts import biased, cap, common, layer_kinds, layers_of, uniform_windows, windows_of
-from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
+from .ropes import rope, ropes_by_kind, rotary_size, with_only_rope, with_rope
 from .shape import PLAIN, Shape, Unsupported
 from .traits import BlockIndex, Mixture, Quantization
 
@@ -306,10 +306,10 @@ def _hunyuan_moe(config: Config) -> Shape:
 def _mellum(config: Config) -> Shape:
     """Mellum: Qwen 3's experts; layers with a sliding window have another rotary embedding."""
     full, local = ropes_by_kind(config, 5e5, 1e4)
-    given = MELLUM | config | {"rope_parameters": full, "rope_scaling": None}
+    given = with_only_rope(MELLUM | config, full)
     base = _qwen3_moe({name: value for name, value in given.items() if name not in ("layer_types", "sliding_window")})
     kinds, own = layer_kinds(given, base.layers, lambda layer: False), given.get("mlp_layer_types")
-    local_rope = rope_of(given | {"rope_parameters": local}, "rope_parameters") if SLIDING in kinds else None
+    local_rope = rope(with_only_rope(given, local)) if SLIDING in kinds else None
     mixtures = by_kinds(own, base.mixtures[0], base.layers) if own is not None else base.mixtures
     return replace(base, windows=windows_of(given, kinds), local_rope=local_rope, mixtures=mixtures)
 
