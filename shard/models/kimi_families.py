@@ -43,6 +43,7 @@ NAMES = {
     "moe_renormalize": "norm_topk_prob",
 }
 INNER = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
+MLP_NAMES = ("mlp.", "block_sparse_moe.")  # of dense MLPs: the hub's, and that which transformers writes
 LAYERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # lists of layers, counted from 1
 
 
@@ -70,8 +71,8 @@ def _kimi_linear(config: Config) -> Shape:
         with_experts(scored_by_kinds(base, given), name="block_sparse_moe", names=("w1", "w3", "w2")),
         recurrent=linear if layers else None,
         nope_layers=frozenset(range(base.layers)),
-        mlp_alias="block_sparse_moe",  # as transformers writes it
-        modules=(("block_sparse_moe.", "mlp."), ("self_attn.f_", "self_attn.forget_gate.f_")),
+        aliases=(MLP_NAMES,),
+        modules=(MLP_NAMES, MLP_NAMES[::-1], ("self_attn.f_", "self_attn.forget_gate.f_")),
     )
 
 

@@ -32,10 +32,8 @@ class Mlp(Holder):
 
     def __init__(self, load: Loader, size: int) -> None:
         """size: intermediate features."""
-        bias, name, alias = load.shape.mlp_bias, load.shape.mlp_name, load.shape.mlp_alias
-        if alias and load.there(f"{alias}.{load.shape.mlp_parts[3]}"):
-            name = alias
-        both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
+        bias = load.shape.mlp_bias
+        both, gate, up, down = (f"{load.shape.mlp_name}.{part}" for part in load.shape.mlp_parts)
         self.gate_up = load.columns(both, [gate, up], [size] * 2, bias)
         self.down = load.rows(down, size, bias)
 

@@ -127,7 +127,6 @@ class Shape:
     layout: Layout | None = None  # names and layout of the checkpoint's tensors, if they differ from ours
     table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
-    mlp_alias: str = ""  # another name, in some checkpoints; "": none
     mlp_limits: tuple[float, ...] = ()  # limit of each layer's MLP gates, as `Mixture.limit`; (): none has one
     mlp_form: str = "steep"  # as `Mixture.form`
     mlp_closed: tuple[float, ...] = ()  # activation sparsity: the fraction of each layer's MLP gates that is zeroed; (): none
