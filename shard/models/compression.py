@@ -86,8 +86,7 @@ class CompressedLatent(Latent):
     def beside(self, heads: int, ranks: int, hidden: int, biased: bool) -> int:
         """As of `Latent`."""
         found = self.queries + self.size + heads // ranks * self.size * self.rank + self.series * hidden + self.floats(hidden)
-        norms = self.size * (self.rate > 0) + self.index_size * self.indexed
-        return found + norms + sum(outputs * inputs for outputs, inputs, _ in self.choosing)
+        return found + self.size * (self.rate > 0) + self.index_size * self.indexed
 
     def floats(self, hidden: int) -> int:
         """As of `Latent`: the position biases of gates within an entry, and the head weights of the index."""

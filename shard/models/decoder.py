@@ -60,7 +60,7 @@ from .shortcuts import ShortcutExperts, ShortcutMlp, ShortcutStream
 from .state_spaces import Mamba2
 from .stream import Stream
 from .taps import Taps
-from .traits import GatedHyperConnections, PoolIndex, Rope
+from .traits import GatedHyperConnections, HeadIndex, Rope
 from .vision import Vision
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -374,7 +374,7 @@ class Decoder:
     def _pools(self, step: Step) -> PoolRotary | None:
         """Cosines and sines for an index with keys of its own beside attention's; None if there is no such index."""
         index = self.shape.blocks
-        if not isinstance(index, PoolIndex):
+        if index is None or not index.pool:
             return None
         own = self._resized(index, step.positions, step.turned)
         if index.pool == 1:
@@ -383,7 +383,7 @@ class Decoder:
             return PoolRotary(own, self._resized(index, (step.positions - (index.pool - 1)).clamp_(min=0), None))
         return PoolRotary(own, self._resized(index, step.firsts[0], step.firsts[1:]))
 
-    def _resized(self, index: PoolIndex, positions: Tensor, others: Tensor | None) -> Tensor:
+    def _resized(self, index: HeadIndex, positions: Tensor, others: Tensor | None) -> Tensor:
         """As `_turned`, for the heads of an index."""
         return resized(self._turned(positions, others), self.shape.turned(0), index.size)
 

@@ -15,14 +15,14 @@ from .lora import side_by_side
 from .mean_indexer import MeanIndexer
 from .rotary import Places
 from .stream import Stream
-from .traits import BlockIndex, PoolIndex
+from .traits import HeadIndex
 
 
 class BlockIndexer(Holder):
     """The index of block sparse attention: a query for each of this rank's key heads, and one key for all, of the size of
     attention's keys and rotated like them."""
 
-    def __init__(self, load: Loader, index: BlockIndex) -> None:
+    def __init__(self, load: Loader, index: HeadIndex) -> None:
         self.index = index
         self.epsilon = load.shape.norm_epsilon
         query, key = (f"self_attn.index_{part}" for part in "qk")
@@ -54,9 +54,9 @@ class BlockIndexer(Holder):
 class SparseHeadAttention(HeadAttention):
     """Attention of a layer with such an index, in the place of `HeadAttention`."""
 
-    def __init__(self, load: Loader, index: BlockIndex | PoolIndex, window: int, turned: bool = True) -> None:
+    def __init__(self, load: Loader, index: HeadIndex, window: int, turned: bool = True) -> None:
         super().__init__(load, window, turned)
-        self.indexer = BlockIndexer(load, index) if isinstance(index, BlockIndex) else MeanIndexer(load, index)
+        self.indexer = BlockIndexer(load, index) if index.block else MeanIndexer(load, index)
 
     def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
         """As `__call__`. index_keys: the layer's, in the cache."""

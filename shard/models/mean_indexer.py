@@ -13,7 +13,7 @@ from .holder import Holder
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
-from .traits import PoolIndex
+from .traits import HeadIndex
 
 NAME = "self_attn.indexer"
 
@@ -27,7 +27,7 @@ def _order(size: int, turned: int) -> list[int]:
 class MeanIndexer(Holder):
     """An index with query heads of its own, and one key for all. As many features of each rotate as of attention's heads."""
 
-    def __init__(self, load: Loader, index: PoolIndex) -> None:
+    def __init__(self, load: Loader, index: HeadIndex) -> None:
         self.index = index
         self.epsilon = load.shape.norm_epsilon
         order, outputs = _order(index.size, load.shape.turned(0)), (index.heads + 1) * index.size

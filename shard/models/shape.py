@@ -2,6 +2,7 @@
 derived from it. Holds no tensor and imports no torch: the launcher plans with it."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
@@ -11,8 +12,8 @@ from .recurrent_shapes import Matrices, RecurrentShape, lora_elements
 from .traits import (
     Alibi,
     AltUpShape,
-    BlockIndex,
     DraftFeatures,
+    HeadIndex,
     HyperConnections,
     Index,
     Keys,
@@ -20,7 +21,6 @@ from .traits import (
     Layout,
     Mixture,
     PerLayerShape,
-    PoolIndex,
     Quantization,
     Rope,
     TemperatureTuning,
@@ -55,7 +55,7 @@ class Shape:
     altup: AltUpShape | None = None  # AltUp: several residual streams, of which layers compute one; None: there is one
     laurel: int = 0  # LAuReL: rank of the low-rank branch that is added beside attention; 0: there is none
     # An index that chooses blocks or pools of tokens for heads of keys; None: all visible tokens are attended to.
-    blocks: BlockIndex | PoolIndex | None = None
+    blocks: HeadIndex | None = None
     intermediate: int
     norm_epsilon: float
     max_positions: int
@@ -500,12 +500,11 @@ class Shape:
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Parameters on one rank. `tables`: copies of the vocabulary's table, if not as in the checkpoint; `tokens`: counts only
         the experts that so many tokens are expected to choose."""
-        found = sum(count * self._attention(ranks, *kind) for kind, count in self._alike.items()) + self._waves
+        found = sum(count * elements(matrices) for count, matrices in self._matrices(ranks))
+        found += sum(count * self._attention(ranks, *kind) for kind, count in self._alike.items()) + self._waves
         found += sum(self._asking(ranks, window) for window in self._keyless)
-        if self.latent and self.index:
-            found += len(self.indexing) * self.index.elements(self.latent.queries, self.hidden)
-        if self.blocks:
-            found += len(self.blocks.layers) * self.blocks.elements(ranks, self.hidden)
+        found += len(self.indexing) * self.index.beside(self.hidden) if self.index else 0
+        found += len(self.blocks.layers) * self.blocks.beside if self.blocks else 0
         if self.hyper:
             found += self.hyper.elements(self.hidden, self.layers)
         if self.altup:
@@ -515,12 +514,11 @@ class Shape:
         if self.norm_gates:
             found += 2 * self.norm_gates * self.hidden * (self.layers + sum(map(bool, self.mixtures)))
         if self.recurrent:
-            own = elements(self.recurrent.matrices(ranks, self.hidden))
-            found += len(self.recurrent.layers) * (own + self.recurrent.beside(ranks, self.hidden))
+            found += len(self.recurrent.layers) * self.recurrent.beside(ranks, self.hidden)
         for layer, mixture in self.mlps:
             found += self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
         if self.inputs:
-            found += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
+            found += self.inputs.beside(ranks, self.hidden, self.layers, tokens is None)
         if self.ngrams:
             found += self.ngrams.elements(ranks, self.hidden, tokens is None)
         if self.learned is not None and tokens is None:
@@ -554,17 +552,40 @@ class Shape:
         keyed = {*self.keyed}
         return [self.windows[layer] for layer in self.attending if layer not in keyed]
 
+    def _matrices(self, ranks: int) -> Iterator[tuple[int, Matrices]]:
+        """All matrices on a rank that `quantization` concerns, but those of routed experts; with the number of layers that have
+        them."""
+        for (window, latent), count in self._alike.items():
+            yield count, self._projections(ranks, window, latent)
+            yield count, latent.choosing if latent else []
+        for window in self._keyless:
+            yield 1, self._questions(ranks, window)
+        if self.latent and self.index:
+            yield len(self.indexing), self.index.matrices(self.latent.queries, self.hidden)
+        if self.blocks:
+            yield len(self.blocks.layers), self.blocks.matrices(ranks, self.hidden)
+        if self.inputs:
+            yield self.layers, self.inputs.matrices(ranks, self.hidden)
+        if self.recurrent:
+            yield len(self.recurrent.layers), self.recurrent.matrices(ranks, self.hidden)
+        for layer, mixture in self.mlps:
+            size = mixture.shared if mixture else self.width(layer)
+            yield 1, self._feed_forward(size, size // ranks, self.hidden)
+            yield 1, mixture.narrow(self.hidden) if mixture else []
+
+    def _feed_forward(self, size: int, own: int, hidden: int) -> Matrices:
+        """Matrices of an MLP or an expert; own: of its intermediate features those that a rank has."""
+        return [((2 - bool(self.ungated)) * own, hidden, hidden), (hidden, size, own)]
+
     def _dense(self, ranks: int, width: int) -> int:
-        """Parameters of an MLP of so many intermediate features."""
-        features, inner = width // ranks, (2 - bool(self.ungated)) * width // ranks
-        return self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden) + 2 * (self.ungated == "xielu")
+        """Parameters of an MLP besides its matrices."""
+        return self.mlp_bias * ((2 - bool(self.ungated)) * width // ranks + self.hidden) + 2 * (self.ungated == "xielu")
 
     def _asking(self, ranks: int, window: int) -> int:
-        """Parameters of attention in a layer without keys of its own."""
+        """Parameters of attention besides its matrices, in a layer without keys of its own."""
         size = self.keys(window).size
-        matrices = elements(self._questions(ranks, window))
         own = self.query_heads(window) // ranks * size
-        return matrices + self.qkv_bias * own + self.output_bias * self.hidden + self.qk_norm * size
+        return self.qkv_bias * own + self.output_bias * self.hidden + self.qk_norm * size
 
     def _questions(self, ranks: int, window: int) -> Matrices:
         """Matrices of attention in such a layer."""
@@ -572,12 +593,14 @@ class Shape:
         return [(asked // ranks, self.hidden, self.hidden), (self.hidden, asked, asked // ranks)]
 
     def _attention(self, ranks: int, window: int, latent: Latent | None) -> int:
-        """Parameters of attention in a layer with this window and these latents."""
+        """Parameters of attention besides its matrices, in a layer with this window and these latents: biases, norms, what heads
+        have, and MLA's projections from latents to heads."""
         heads, keys = self.query_heads(window) // ranks, self.keys(window)
-        matrices = elements(self._projections(ranks, window, latent))
+        biases = self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
+        before = latent.beside(self.heads, ranks, self.hidden, self.qkv_bias) if latent else biases
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
         of_heads = (self.has_sinks(window) + 2 * self.scalable_softmax) * heads
-        return matrices + self._beside(ranks, window, latent) + self.output_bias * self.hidden + norms + of_heads
+        return before + self.output_bias * self.hidden + norms + of_heads
 
     def has_sinks(self, window: int) -> bool:
         """Whether heads of layers with this window have attention sinks."""
@@ -605,12 +628,6 @@ class Shape:
     def _unbiased(self, ranks: int, window: int) -> int:
         """Of these, columns without biases where others have some, for which zeros are held."""
         return self._gates_columns(ranks, window) if self.gates_name else 0
-
-    def _beside(self, ranks: int, window: int, latent: Latent | None) -> int:
-        """Elements of what else such a layer has before attention: biases, and MLA's projections from latents to heads."""
-        if latent is not None:
-            return latent.beside(self.heads, ranks, self.hidden, self.qkv_bias)
-        return self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """Bytes of all weights on one rank, with the rotary tables. packed: matrices are repacked, so that a tied table is held in
@@ -657,35 +674,18 @@ class Shape:
     def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:
         """Bytes that quantization saves on one rank; tokens: as of `parameters`."""
 
-        def less(how: Quantization | None, *matrices: tuple[int, int, int], whole: bool = False) -> float:
-            """For `Matrices`; whole: if one of them is unpacked, all are."""
+        def less(how: Quantization | None, matrices: Matrices, whole: bool = False) -> float:
+            """whole: if one of the matrices is unpacked, all are."""
             each = [how.saved(item, device, dtype, inputs, own) if how else 0.0 for _, inputs, own in matrices]
             if whole and not all(each):
                 return 0.0
             return sum(outputs * own * saved for saved, (outputs, _, own) in zip(each, matrices, strict=True))
 
-        def mlp(how: Quantization | None, size: int, own: int, hidden: int, whole: bool = False) -> float:
-            return less(how, ((2 - bool(self.ungated)) * own, hidden, hidden), (hidden, size, own), whole=whole)
-
-        how = self.quantization
-        found = sum(count * less(how, *self._projections(ranks, *kind)) for kind, count in self._alike.items())
-        found += sum(less(how, *self._questions(ranks, window)) for window in self._keyless)
-        found += sum(count * less(how, *latent.choosing) for (_, latent), count in self._alike.items() if latent)
-        if self.latent and self.index:
-            found += len(self.indexing) * less(how, *self.index.matrices(self.latent.queries, self.hidden))
-        if self.blocks:
-            found += len(self.blocks.layers) * less(how, *self.blocks.matrices(ranks, self.hidden))
-        if self.inputs:
-            found += self.layers * less(how, *self.inputs.matrices(ranks, self.hidden))
-        if self.recurrent:
-            found += len(self.recurrent.layers) * less(how, *self.recurrent.matrices(ranks, self.hidden))
-        for layer, mixture in self.mlps:
-            size = mixture.shared if mixture else self.width(layer)
-            found += mlp(how, size, size // ranks, self.hidden)
+        found = sum(count * less(self.quantization, matrices) for count, matrices in self._matrices(ranks))
+        for _, mixture in self.mlps:
             if mixture:
-                sizes = mixture.size, mixture.part(ranks), mixture.latent or self.hidden
-                found += mixture.read(tokens) * mlp(mixture.quantization or how, *sizes, device == "cuda")
-                found += less(how, *mixture.narrow(self.hidden))
+                experts = self._feed_forward(mixture.size, mixture.part(ranks), mixture.latent or self.hidden)
+                found += mixture.read(tokens) * less(mixture.quantization or self.quantization, experts, device == "cuda")
         return int(found)
 
     def adapted(self, ranks: int) -> int:
@@ -706,23 +706,19 @@ class Shape:
         if self.recurrent:
             found += len(self.recurrent.layers) * self.recurrent.adapted(ranks, self.hidden, self.quantization is not None)
         for layer, mixture in self.mlps:
-            own = (mixture.shared if mixture else self.width(layer)) // ranks
-            if own:
-                sides = 2 - bool(self.ungated)
-                parts = 1 if self.mlp_parts[0] in self.joined else sides
-                found += parts * lora_elements([(sides * own, self.hidden, self.hidden)]) + self.hidden + own
+            if size := mixture.shared if mixture else self.width(layer):
+                first, back = self._feed_forward(size, size // ranks, self.hidden)
+                parts = 1 if self.mlp_parts[0] in self.joined else 2 - bool(self.ungated)
+                found += parts * lora_elements([first]) + lora_elements([back])
             if mixture and mixture.shared and mixture.shared_gate:
                 found += lora_elements([(1, self.hidden, self.hidden)])
         return found
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
-        """Parameters of a layer's experts, their router, and the shared expert with its gate."""
-        size = mixture.part(ranks)
-        matrices = 3 - bool(self.ungated)
-        each = matrices * size * (mixture.latent or self.hidden) + mixture.biased * (2 * size + self.hidden)
-        routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
-        routed += elements(mixture.narrow(self.hidden))
+        """Parameters of a layer's routed experts, their router, and the shared expert's gate."""
+        own = mixture.part(ranks)
+        each = elements(self._feed_forward(mixture.size, own, mixture.latent or self.hidden))
+        routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * (each + mixture.biased * (2 * own + self.hidden)))
         gate = mixture.shared > 0 and mixture.shared_gate != ""
         # Norms, the router's included, and factors of the experts' weights.
-        routed += mixture.beside * (4 * self.hidden + mixture.experts)
-        return routed + self.hidden * (matrices * mixture.shared // ranks + gate)
+        return routed + mixture.beside * (4 * self.hidden + mixture.experts) + gate * self.hidden

@@ -9,7 +9,7 @@ from .fields import AGAIN, BLOCKS, FULL, SIZES, SLIDING, Config, expect, number,
 from .parts import biased, cap, common, layer_kinds, layers_of, uniform_windows, windows_of
 from .ropes import rope, ropes_by_kind, rotary_size, with_only_rope, with_rope
 from .shape import PLAIN, Shape, Unsupported
-from .traits import BlockIndex, Mixture, Quantization
+from .traits import HeadIndex, Mixture, Quantization
 
 # transformers' defaults, which some checkpoints rely on.
 AFMOE: Config = {
@@ -397,7 +397,7 @@ def _by_flags(config: Config, name: str, flags: Any, kinds: tuple[str, str], usu
     return found
 
 
-def _blocks_of(given: Config, base: Shape, layers: frozenset[int]) -> BlockIndex | None:
+def _blocks_of(given: Config, base: Shape, layers: frozenset[int]) -> HeadIndex | None:
     if not layers:
         return None
     heads, size, local = given["index_n_heads"], given["index_head_dim"], given["index_local_blocks"]
@@ -408,7 +408,7 @@ def _blocks_of(given: Config, base: Shape, layers: frozenset[int]) -> BlockIndex
         )
     block = given["index_block_size"]
     most = given["index_topk_blocks"] * block
-    return BlockIndex(layers=layers, heads=heads, size=size, most=most, block=block, local=local)
+    return HeadIndex(layers=layers, heads=heads, size=size, most=most, block=block, local=local)
 
 
 def _ernie_moe(config: Config) -> Shape:

@@ -216,10 +216,9 @@ class Index:
         """Elements held in float32: the head weights' projection, scalable softmax, and the biases of gates."""
         return self.heads * (hidden + 2 * self.scalable_softmax) + self.pool * self.size
 
-    def elements(self, queries: int, hidden: int) -> int:
-        """All parameters: matrices, norms of keys and of the queries' input, gates, and what is `wide`."""
-        norms, gates = 2 * (self.size + self.streaming * hidden), bool(self.pool) * self.size * hidden
-        return elements(self.matrices(queries, hidden)) + norms + gates + self.wide(hidden)
+    def beside(self, hidden: int) -> int:
+        """Other parameters: norms of keys and of the queries' input, gates, and what is `wide`."""
+        return 2 * (self.size + self.streaming * hidden) + bool(self.pool) * self.size * hidden + self.wide(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,64 +287,36 @@ class AltUpShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockIndex:
-    """The index of block sparse attention (MiniMax M3): one query head for each key head chooses blocks of tokens, by a key that
-    all heads share, and every rank has."""
+class HeadIndex:
+    """The index of sparse attention for heads of keys and values. It chooses blocks of tokens, by one query head for each key head
+    (MiniMax M3); or pools of tokens for all key heads alike, by means of the tokens' keys (Qwen 4 Exp): see `kernels.means`. All
+    its heads share one key, which every rank has."""
 
     layers: frozenset[int]  # layers with an index; in others all visible tokens are attended to
     heads: int
-    size: int
-    most: int  # tokens that a token attends to, in whole blocks
-    block: int  # tokens of a block
-    local: int  # so many of the last blocks that a token sees are always chosen
-    pool: ClassVar[int] = 0  # see `PoolIndex`
+    size: int  # of a head, and of the key that is cached per token
+    most: int  # tokens that a token attends to, in whole blocks, or besides the incomplete pool
+    block: int = 0  # tokens of a block; 0: it chooses pools
+    local: int = 0  # so many of the last blocks that a token sees are always chosen
+    pool: int = 0  # tokens of a pool; 0: it chooses blocks
 
     @property
     def read(self) -> float:
         """Elements per token that are read to choose."""
-        return self.size
+        return self.size / max(1, self.pool)
 
     def own(self, ranks: int) -> int:
-        """Query heads on a rank: see `Keys.own`."""
-        return max(1, self.heads // ranks)
+        """Query heads on a rank: of blocks see `Keys.own`, of pools all."""
+        return max(1, self.heads // ranks) if self.block else self.heads
 
     def matrices(self, ranks: int, hidden: int) -> Matrices:
         """The projection of queries and keys."""
         return [((self.own(ranks) + 1) * self.size, hidden, hidden)]
 
-    def elements(self, ranks: int, hidden: int) -> int:
-        """All parameters: the projection, and norms of both."""
-        return elements(self.matrices(ranks, hidden)) + 2 * self.size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolIndex:
-    """An index that chooses pools of tokens for all key heads alike, by means of the tokens' keys (Qwen 4 Exp): see
-    `kernels.means`. Every rank has all of it."""
-
-    layers: frozenset[int]
-    heads: int
-    size: int  # of a head, and of the key that is cached per token
-    most: int  # tokens that a token attends to, besides the incomplete pool
-    pool: int  # tokens of a pool
-    block: ClassVar[int] = 0  # see `BlockIndex`
-
     @property
-    def read(self) -> float:
-        """As that of `BlockIndex`."""
-        return self.size / self.pool
-
-    def own(self, ranks: int) -> int:
-        """As that of `BlockIndex`."""
-        return self.heads
-
-    def matrices(self, ranks: int, hidden: int) -> Matrices:
-        """As that of `BlockIndex`."""
-        return [((self.heads + 1) * self.size, hidden, hidden)]
-
-    def elements(self, ranks: int, hidden: int) -> int:
-        """As that of `BlockIndex`."""
-        return elements(self.matrices(ranks, hidden)) + 2 * self.size
+    def beside(self) -> int:
+        """Other parameters: norms of both."""
+        return 2 * self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -469,10 +440,9 @@ class PerLayerShape:
         own = self.size // ranks
         return [(own, hidden, hidden), (hidden, self.size, own)]
 
-    def elements(self, ranks: int, hidden: int, layers: int, table: bool) -> int:
-        """Parameters on a rank; table: with the embedding table."""
-        taking = elements(self.matrices(ranks, hidden))
-        return layers * (self.size * hidden + taking + hidden + table * self.vocabulary * self.size // ranks) + self.size
+    def beside(self, ranks: int, hidden: int, layers: int, table: bool) -> int:
+        """Other parameters on a rank, of all layers; table: with the embedding table."""
+        return layers * (self.size * hidden + hidden + table * self.vocabulary * self.size // ranks) + self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
