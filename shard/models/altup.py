@@ -59,8 +59,7 @@ class Ends(Holder):
     def __init__(self, load: Loader, how: AltUpShape) -> None:
         hidden, others = load.shape.hidden, range(how.count - 1)
         self.first, self.last = (
-            [load.laid_out(load.all_bits(f"altup_{name}projections.{i}", hidden), None) for i in others]
-            for name in ("", "unembed_")
+            [load.laid_out(load.all_bits(f"altup_{name}projections.{i}", hidden)) for i in others] for name in ("", "unembed_")
         )
 
     def begun(self, sums: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from .compression import CompressedLatent
 from .holder import Holder
 from .latents import LatentAttention, PerHeadWeight
 from .loader import Loader
-from .lora import side_by_side
 from .rotary import Places
 from .stream import Stream
 
@@ -34,13 +33,13 @@ class Compressor(Holder):
             if name == COMPRESSOR or latent.indexed:
                 parts += _matrices(load, name, own, series)
                 self.makings.append(_making(load, name, own, first, series, latent))
-        self.inward = load.laid_out(torch.cat(parts), None)
+        self.inward = load.laid_out(torch.cat(parts))
         self.tensors = [tensor for making in self.makings for tensor in (making.places, making.gains)]
         self.query = self.weights = None
         if latent.indexed:
             name, size = f"{INDEXER}.q_b_proj", latent.index_heads * latent.index_size
             places = torch.arange(size).view(latent.index_heads, -1)[:, index_order].flatten()
-            self.query = load.laid_out(load.matrix(name, size, latent.queries, whole=True)[places], None)
+            self.query = load.laid_out(load.matrix(name, size, latent.queries, whole=True)[places])
             self.weights = load.whole(f"{INDEXER}.scorer.weights_proj", latent.index_heads, wide=True)
 
     def __call__(self, x: Tensor, made: Tensor, stream: Stream, places: Places, step: Step, layer: Tensor) -> EntrySelection | None:
@@ -87,15 +86,11 @@ class CompressedAttention(LatentAttention):
         self.shape, self.latent, self.window = shape, latent, window
         asked = shape.heads * size
         order, queries = self._order(size, latent.plain), self._order(asked // load.ranks.size, latent.plain)
-        first = load.matrix(QUERIES, latent.queries, shape.hidden, whole=True)
-        keys = load.matrix(KEYS, size, shape.hidden, whole=True)[order]
-        changes = (
-            load.lora([QUERIES], [latent.queries], wholes=(latent.queries,)),
-            load.lora([KEYS], [size], wholes=(size,), order=order),
+        self.inward = load.fused(
+            load.projection([QUERIES], [latent.queries], wholes=[latent.queries]),
+            load.projection([KEYS], [size], wholes=[size], order=order),
         )
-        self.inward = load.laid_out(load.joined([first, keys]), None, side_by_side(*changes))
-        changed = load.lora([MORE_QUERIES], [asked], order=queries, inputs=latent.queries)
-        self.query = load.laid_out(load.matrix(MORE_QUERIES, asked, latent.queries)[queries], None, changed)
+        self.query = load.fused(load.projection([MORE_QUERIES], [asked], order=queries, inputs=latent.queries))
         self.query_norm = load.gains("self_attn.q_a_norm", latent.queries)
         self.latent_norm = load.gains("self_attn.kv_norm", size)[order]
         self.sinks = load.each_head(f"self_attn.{shape.sinks}", shape.heads)

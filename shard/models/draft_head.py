@@ -169,7 +169,7 @@ class MtpHead(DraftHead):
         self.token_norm = load.gains("enorm", shape.hidden)
         self.feature_norm = load.gains("hnorm", shape.hidden)
         self.taps = Taps(())
-        self.join = load.laid_out(load.matrix("eh_proj", shape.hidden, 2 * shape.hidden, whole=True), None)
+        self.join = load.laid_out(load.matrix("eh_proj", shape.hidden, 2 * shape.hidden, whole=True))
 
     def _output(self, load: Loader) -> Weight:
         """The layer's LM head; the target's where it has no other: checkpoints may repeat that."""

@@ -11,7 +11,6 @@ from ..step import Step
 from .heads import HeadAttention
 from .holder import Holder
 from .loader import Loader
-from .lora import side_by_side
 from .mean_indexer import MeanIndexer
 from .rotary import Places
 from .stream import Stream
@@ -26,15 +25,12 @@ class BlockIndexer(Holder):
         self.index = index
         self.epsilon = load.shape.norm_epsilon
         query, key = (f"self_attn.index_{part}" for part in "qk")
-        asked = [f"{query}_proj"], [index.heads * index.size]
-        queries = load.outwards(*asked, wholes=[index.size])
-        both = load.joined((queries, load.matrix(f"{key}_proj", index.size, load.shape.hidden, whole=True)))
-        features = load.shape.order(0)
-        own, wholes = index.own(load.ranks.size) * index.size, [index.size]
-        order = load.ordered(torch.arange(own + index.size), features)
-        change = load.lora(*asked, wholes=wholes, order=order[:own])
-        other = load.lora([f"{key}_proj"], [index.size], wholes=wholes, order=order[: index.size])
-        self.inward = load.laid_out(both[order], None, side_by_side(change, other))
+        features, size = load.shape.order(0), index.size
+        order = load.ordered(torch.arange(index.own(load.ranks.size) * size), features)
+        self.inward = load.fused(
+            load.projection([f"{query}_proj"], [index.heads * size], wholes=[size], order=order),
+            load.projection([f"{key}_proj"], [size], wholes=[size], order=order[:size]),
+        )
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{one}_norm", index.size), features) for one in (query, key))
 
     def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> BlockSelection | None:

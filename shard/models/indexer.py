@@ -29,8 +29,8 @@ class Indexer(Holder):
         hidden = load.shape.hidden
         self.inputs = hidden if index.streaming else latent.queries  # features that queries are projected from
         queries = load.matrix(f"{NAME}.wq_b", index.heads * index.size, self.inputs, whole=True)
-        self.query = load.laid_out(self._by_order(queries), None)
-        self.key = load.laid_out(self._by_order(load.matrix(f"{NAME}.wk", index.size, hidden, whole=True)), None)
+        self.query = load.laid_out(self._by_order(queries))
+        self.key = load.laid_out(self._by_order(load.matrix(f"{NAME}.wk", index.size, hidden, whole=True)))
         self.weights = load.whole(f"{NAME}.weights_proj", index.heads, wide=True)
         self.norm = _layer_norm(load, f"{NAME}.k_norm", index.size)[:, self._order]
         self.query_norm = _layer_norm(load, f"{NAME}.q_input_norm", hidden) if index.streaming else None

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.codes import QuantizedWeight
 from ...kernels.expanded import Plan as Expanded
 from ...kernels.linear import Invariance, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
@@ -22,8 +21,7 @@ from ...kernels.reference import lane_invariant
 from ..step import Step
 from .holder import Holder
 from .indexer import Indexer
-from .loader import Loader
-from .lora import ColumnLora, side_by_side
+from .loader import Loader, Projection
 from .pool_indexer import PoolIndexer
 from .rotary import Places
 from .sharpening import ScalableSoftmax
@@ -72,28 +70,19 @@ class LatentAttention(Holder):
         self.latent = latent
         self.window = window
         asked = shape.heads * (latent.plain + latent.turned)
-        order = self._order(latent.width, latent.size)
-        latents = load.matrix(LATENTS, latent.width, shape.hidden, whole=True)[order]
-        change = load.lora([LATENTS], [latent.width], wholes=(latent.width,), order=order)
-        queries = latent.queries
+        width, queries, gates = latent.width, latent.queries, shape.heads * latent.values
+        parts = [load.projection([LATENTS], [width], wholes=[width], order=self._order(width, latent.size))]
         if queries:
-            first = load.matrix("self_attn.q_a_proj", queries, shape.hidden, whole=True)
-            other = load.lora(["self_attn.q_a_proj"], [queries], wholes=(queries,))
-            query, changed = self._asking(load)
+            parts.insert(0, load.projection(["self_attn.q_a_proj"], [queries], wholes=[queries]))
         else:
             order = self._order(asked // load.ranks.size, latent.plain)
-            first = load.matrix("self_attn.q_proj", asked, shape.hidden)[order]
-            other = load.lora(["self_attn.q_proj"], [asked], order=order)
-        parts, changes, gates = [first, latents], [other, change], shape.heads * latent.values
+            parts.insert(0, load.projection(["self_attn.q_proj"], [asked], order=order))
         if shape.attention_gates:
-            gating = f"self_attn.{shape.gates_name}"
-            parts.insert(0, load.matrix(gating, gates, shape.hidden))
-            changes.insert(0, load.lora([gating], [gates]))
+            parts.insert(0, load.projection([f"self_attn.{shape.gates_name}"], [gates]))
         self.gates = gates // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the first ones
-        bias = self._bias(load, asked // load.ranks.size)
-        self.inward = load.laid_out(load.joined(parts), bias, side_by_side(*changes))
-        self.query = load.laid_out(query, None, changed) if queries else None
-        self.query_norm = load.gains("self_attn.q_a_layernorm", latent.queries) if latent.queries else None
+        self.inward = load.fused(*parts, bias=self._bias(load, asked // load.ranks.size))
+        self.query = load.fused(self._asking(load)) if queries else None
+        self.query_norm = load.gains("self_attn.q_a_layernorm", queries) if queries else None
         self.latent_norm = load.gains("self_attn.kv_a_layernorm", latent.size)
         each = latent.plain + latent.values
         both = load.dense(load.matrix("self_attn.kv_b_proj", shape.heads * each, latent.size)).view(-1, each, latent.size)
@@ -106,12 +95,11 @@ class LatentAttention(Holder):
         self.sharpening = ScalableSoftmax(load, "self_attn.softmax_scaling", shape.heads) if shape.scalable_softmax else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
-    def _asking(self, load: Loader) -> tuple[Tensor | QuantizedWeight, ColumnLora | None]:
-        """The up-projection from query latents to queries, and its LoRA change."""
+    def _asking(self, load: Loader) -> Projection:
+        """The up-projection from query latents to queries."""
         inputs, outputs = self.latent.queries, load.shape.heads * (self.latent.plain + self.latent.turned)
         order = self._order(outputs // load.ranks.size, self.latent.plain)
-        changed = load.lora(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
-        return load.matrix("self_attn.q_b_proj", outputs, inputs)[order], changed
+        return load.projection(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
         """See `HeadAttention`. The result: [tokens, this rank's heads * latent.values]."""

@@ -14,8 +14,7 @@ from ...kernels.linear import Weight
 from ...kernels.spans import RecurrentStates, Spans
 from ..step import Step
 from .holder import Holder
-from .loader import Loader
-from .lora import ColumnLora, side_by_side
+from .loader import Loader, Projection
 from .recurrent_shapes import LinearAttentionShape
 from .stream import Stream
 
@@ -36,16 +35,11 @@ class RecurrentAttention(Holder, ABC):
         """
 
 
-# The weight of a projection from the residual stream, and its LoRA change.
-ProjectionAndLora = tuple[Tensor | QuantizedWeight, ColumnLora | None]
-
-
-def fuse_projections(load: Loader, inward: ProjectionAndLora, gating: ProjectionAndLora) -> tuple[Weight, Weight | None]:
-    """Both projections fused into one product, or as two products where one of them is quantized."""
-    (first, change), (second, other) = inward, gating
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        return load.laid_out(first, None, change), load.laid_out(second, None, other)
-    return load.laid_out(torch.cat((first, second)), None, side_by_side(change, other)), None
+def fuse_projections(load: Loader, inward: Projection, gating: Projection) -> tuple[Weight, Weight | None]:
+    """Both projections fused into one product, or as two products where the first is quantized."""
+    if isinstance(inward.weight, QuantizedWeight):
+        return load.fused(inward), load.fused(gating)
+    return load.fused(inward, gating), None
 
 
 def project_both(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight | None, outputs: int) -> tuple[Tensor, Tensor]:
@@ -66,8 +60,8 @@ class LinearAttention(RecurrentAttention):
         load: Loader,
         linear: LinearAttentionShape,
         name: str,
-        inward: ProjectionAndLora,
-        gating: ProjectionAndLora,
+        inward: Projection,
+        gating: Projection,
         output: str = "out_proj",
     ) -> None:
         """name: the module that has its tensors; inward: the projection to the convolution's channels (queries, keys and values)
@@ -113,26 +107,22 @@ class GatedDelta(LinearAttention):
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=self.sigmoid).flatten(1)
 
 
-def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAndLora, ProjectionAndLora]:
+def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[Projection, Projection]:
     """The input projections as Qwen 3.5 stores them: to queries, keys, values and the output gate, and to beta and decay."""
-    mixed = ("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv"
-    gates = (f"{NAME}.in_proj_z",), linear.sizes[-1:]
+    mixed = load.projection(("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv")
+    gates = load.projection((f"{NAME}.in_proj_z",), linear.sizes[-1:])
     gating = (f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (linear.value_heads,) * 2
-    inward = load.joined((load.outwards(*mixed), load.outwards(*gates)))
-    change = side_by_side(load.lora(*mixed), load.lora(*gates))
-    return (inward, change), (load.unrounded(*gating), load.lora(*gating))
+    return load.side_by_side(mixed, gates), load.projection(*gating, unrounded=True)
 
 
-def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAndLora, ProjectionAndLora]:
+def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[Projection, Projection]:
     """As `_by_parts`, as Qwen3-Next stores them: in two fused tensors, each with one key head's outputs after the other's."""
     heads, times = linear.key_heads, linear.value_heads // linear.key_heads
     each = [linear.key_size] * 2 + [times * linear.value_size] * 2
-    inward = (f"{NAME}.in_proj_qkvz",), (heads * sum(each),)
-    gating = (f"{NAME}.in_proj_ba",), (2 * times * heads,)
     order, other = (_apart(heads // load.ranks.size, sizes) for sizes in (each, [times] * 2))
     return (
-        (load.outwards(*inward)[order], load.lora(*inward, order=order)),
-        (load.unrounded(*gating)[other], load.lora(*gating, order=other)),
+        load.projection([f"{NAME}.in_proj_qkvz"], [heads * sum(each)], order=order),
+        load.projection([f"{NAME}.in_proj_ba"], [2 * times * heads], order=other, unrounded=True),
     )
 
 

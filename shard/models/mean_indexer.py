@@ -32,7 +32,7 @@ class MeanIndexer(Holder):
         self.epsilon = load.shape.norm_epsilon
         order, outputs = _order(index.size, load.shape.turned(0)), (index.heads + 1) * index.size
         both = load.matrix(f"{NAME}.index_qk_proj", outputs, load.shape.hidden, whole=True)
-        self.inward = load.laid_out(both[load.ordered(torch.arange(outputs), order)], None)
+        self.inward = load.laid_out(both[load.ordered(torch.arange(outputs), order)])
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{NAME}.{one}_layernorm", index.size), order) for one in "qk")
 
     def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> PoolSelection | None:

@@ -173,7 +173,7 @@ class LatentExperts(MixtureOfExperts):
         names, hidden = (mixture.named(f"fc{i}_latent_proj") for i in (1, 2)), load.shape.hidden
         sizes = (mixture.latent, hidden), (hidden, mixture.latent)
         self.into, self.back = (
-            load.laid_out(load.matrix(name, *size, whole=True), None) for name, size in zip(names, sizes, strict=True)
+            load.laid_out(load.matrix(name, *size, whole=True)) for name, size in zip(names, sizes, strict=True)
         )
 
     def made(self, x: Tensor) -> Tensor:
@@ -224,7 +224,8 @@ class SharedExpert(Holder):
         self.gates = Activation(load.shape.gelu, mixture.shared_limit, mixture.form)
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         gates = mixture.named(mixture.shared_gate)
-        self.gate = load.whole(gates, 1, change=load.lora([gates], [1], wholes=(1,))) if mixture.shared_gate else None
+        gated_by = mixture.shared_gate != ""
+        self.gate = load.fused(load.projection([gates], [1], wholes=[1], unrounded=True)) if gated_by else None
         inward = [up] if self.ungated else [gate, up]
         self.gate_up = load.columns(both, inward, [mixture.shared] * len(inward), bias=False)
         self.down = load.rows(down, mixture.shared, bias=False)
