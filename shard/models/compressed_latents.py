@@ -107,8 +107,7 @@ class CompressedAttention(LatentAttention):
         """The output projection of this rank's head groups, or its part of a group: [groups, attention output of its heads,
         rank]."""
         each, rank = self.shape.heads // latent.groups * latent.size, latent.rank  # of a whole group
-        start, stop = load.own(latent.groups * rank, rank)
-        found = load.part_of_outputs("self_attn.o_a_proj", (latent.groups * rank, each), start, stop)
+        found = load.unrounded(["self_attn.o_a_proj"], [latent.groups * rank], [rank], each)
         found = found[:, self._order(each, latent.plain)].view(-1, rank, each)
         own = self.heads * latent.size
         if own < each:

@@ -334,10 +334,6 @@ class Loader:
         start, size = self._own(count, whole)
         return start, start + size
 
-    def part_of_outputs(self, name: str, full: tuple[int, int], start: int, stop: int) -> Tensor:
-        """These outputs of a matrix, dense: never quantized at load."""
-        return self.dense(self._unrounded(name, full, (0, start, stop)))
-
     def cache_scales(self, count: int) -> Tensor | None:
         """Scales of FP8 keys and values in the KV cache, as calibrated with the checkpoint, for so many heads: [2, this rank's
         heads] float32; None: all are 1."""
