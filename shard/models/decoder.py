@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...kernels.adapters import RowAdapters, choose
 from ...kernels.indexed import TokenSelection
@@ -415,17 +414,9 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings: [tokens, hidden]."""
-        rows = self._looked_up(tokens)
+        rows = self.ranks.look_up(self.embedding, tokens)
         rows = rows if self._factor == 1 else rows.mul_(self._factor)
         return rows if self.first_norm is None else self._stream(rows).normalized(self.first_norm)
-
-    def _looked_up(self, tokens: Tensor) -> Tensor:
-        if self.ranks.size == 1:
-            return functional.embedding(tokens, self.embedding)
-        own = tokens - self.ranks.rank * len(self.embedding)
-        elsewhere = (own < 0) | (own >= len(self.embedding))
-        rows = functional.embedding(own.masked_fill(elsewhere, 0), self.embedding)
-        return self.ranks.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
     def _stream(self, sums: Tensor, chosen: RowAdapters | None = None) -> Stream:
         shape = self.shape

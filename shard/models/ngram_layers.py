@@ -66,17 +66,9 @@ class NgramLayer(Holder):
         states."""
         assert step.spans is not None
         streams = stream.settled()
-        taken, normal = opened(self.inward(self._looked_up(rows)), streams, self.gains, self._epsilon)
+        embedded = self._ranks.look_up(self.table, rows).flatten(1)
+        taken, normal = opened(self.inward(embedded), streams, self.gains, self._epsilon)
         take(streams, taken, normal, self.taps, self.apart, step.spans, states)
-
-    def _looked_up(self, rows: Tensor) -> Tensor:
-        """The embeddings at these rows: [tokens, features of all heads]."""
-        if self._ranks.size == 1:
-            return functional.embedding(rows, self.table).flatten(1)
-        own = rows - self._ranks.rank * len(self.table)
-        elsewhere = (own < 0) | (own >= len(self.table))
-        found = functional.embedding(own.masked_fill(elsewhere, 0), self.table)
-        return self._ranks.all_reduce(found.masked_fill_(elsewhere.unsqueeze(2), 0).flatten(1))
 
 
 def _check(load: Loader, ngrams: NgramShape, layer: int) -> None:
