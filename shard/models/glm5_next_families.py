@@ -8,7 +8,7 @@ from typing import Any
 from .fields import AGAIN, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expect, number, said, shown, whole
 from .hybrid_families import linear_layers
 from .kimi_families import INNER, kimi_delta
-from .latent_families import GLM_5, index_sharing_layers, latent_shape
+from .latent_families import GLM_5, index_sharing_layers, latent_shape, with_latent
 from .recurrent_shapes import KimiDeltaShape
 from .ropes import ROPES
 from .shape import Shape, Unsupported
@@ -46,11 +46,10 @@ def glm_5_next(config: Config) -> Shape:
     kinds = given.get("layer_types") or [INDEXED if layer % 4 == 3 else LINEAR for layer in range(layers)]
     recurrent = linear_layers(kinds)
     others = frozenset(range(layers)) - recurrent
-    assert base.latent is not None
+    base = with_latent(base, epsilon=base.norm_epsilon, index=_index(given, others))
     limit = number(given, "swiglu_limit", 10.0)
     return replace(
         with_experts(scored_by_kinds(base, given), limit=limit, shared_limit=limit, form="before"),
-        latent=replace(base.latent, epsilon=base.norm_epsilon, index=_index(given, others)),
         hyper=HyperConnections(
             count=given["hc_mult"],
             magnitude=2.0,

@@ -346,13 +346,9 @@ class Latent:
         inputs = (1 + self.gated) * self.queries
         return heads * (self.plain + self.turned + self.gated * self.values), inputs, inputs
 
-    def of(self, turns: bool) -> "Latent":
-        """The latents of layers with a rotary embedding, or of those without."""
-        return self if turns or self.apart else replace(self, plain=self.plain + self.turned, turned=0)
-
     def at(self, layer: int, turns: bool) -> "Latent":
-        """The latents of that layer."""
-        return self.of(turns)
+        """The latents of that layer; turns: it has a rotary embedding."""
+        return self if turns or self.apart else replace(self, plain=self.plain + self.turned, turned=0)
 
     @property
     def kept(self) -> int:
