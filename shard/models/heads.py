@@ -36,9 +36,10 @@ class HeadAttention(Holder):
         own = shape.attention_name
         queries_name, keys_name, output = (f"{own}.{part}" for part in shape.attention_parts)
         names = [f"{own}.{name}_proj" for name in "qkv"][: 2 + keys.values]
-        gate, attended = 1 if shape.head_gates else keys.own_values, heads * keys.own_values
-        if shape.gates_name:
-            names, sizes, wholes = [*names, f"{own}.{shape.gates_name}"], [*sizes, heads * gate], [*wholes, gate]
+        gates, attended = shape.gates, heads * keys.own_values
+        gate = 1 if gates and gates.by_head else keys.own_values
+        if gates and gates.name:
+            names, sizes, wholes = [*names, f"{own}.{gates.name}"], [*sizes, heads * gate], [*wholes, gate]
         self.inward = load.heads(f"{own}.qkv_proj", names, sizes, shape.qkv_bias, wholes, order)
         self.query_norm, self.key_norm = (
             load.ordered(load.gains(name, keys.size), order) if shape.qk_norm else None for name in (queries_name, keys_name)
@@ -53,7 +54,7 @@ class HeadAttention(Holder):
         self.sinks = load.each_head(f"{own}.{shape.sinks}", heads) if shape.has_sinks(window) else None
         self.scales = load.cache_scales(keys.heads)
         self.gains = self._moved() if shape.qk_norm_behind else None
-        self.gates = heads * gate // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the last ones
+        self.gates = heads * gate // load.ranks.size if gates else 0  # number of columns of `inward`, the last ones
         self.output = load.rows(output, attended, shape.output_bias)
 
     def _moved(self) -> Tensor | None:
@@ -100,10 +101,10 @@ class HeadAttention(Holder):
         how = AttentionOptions(self.window, shape.attention_scale, shape.softcap, scales, self.sinks, asked=asked)
         found = attention(query, layer, step.attention, how)
         found = found if places.alibi_bias is None and self.value_size == self.size else found[..., : self.value_size]
-        if not self.gates:
+        if shape.gates is None:
             return found.flatten(1)
-        opened = lane_invariant(torch.sigmoid, gates) if not shape.softplus_gates else softplus(gates)
-        return found.mul_(opened.view(*found.shape[:2], 1 if shape.head_gates else self.value_size)).flatten(1)
+        opened = softplus(gates) if shape.gates.softplus else lane_invariant(torch.sigmoid, gates)
+        return found.mul_(opened.view(*found.shape[:2], 1 if shape.gates.by_head else self.value_size)).flatten(1)
 
     def _filled_up(self, joint: Tensor) -> Tensor:
         """Queries, keys and values, with each value padded with zeros to the size of a key."""

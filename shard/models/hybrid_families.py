@@ -13,7 +13,7 @@ from .recurrent_shapes import LinearAttentionShape, ShortConvolutionShape
 from .ropes import ROPES, rope_of_kind, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
-from .traits import Mixture
+from .traits import Gates, Mixture
 
 # transformers' defaults, which some checkpoints rely on.
 QWEN: Config = {
@@ -105,7 +105,7 @@ def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
     return replace(
         base,
         recurrent=_linear(config, layers, joint) if layers else None,
-        attention_gates=True,
+        gates=Gates(),
         qk_norm=True,
         centered_norms=True,
         rotary_size=rotary_size(config, base.head_size, turned),
@@ -287,14 +287,11 @@ def _lfm3(config: Config) -> Shape:
     base = replace(biased(_short(given | {"rope_parameters": None}, kinds), given), rope=rope_of_kind(full))
     before, behind = ("operator_norm", "ffn_norm"), ("post_operator_norm", "post_ffn_norm")
     behind = behind if given.get("use_sandwich_norm", True) else ("", "")
-    gates = given.get("use_attention_gate", True)
     return replace(
         base,
         local_rope=rope_of_kind(local) if SLIDING in kinds else None,
         windows=windows_of(given, kinds),
-        attention_gates=gates,
-        head_gates=gates,
-        gates_name="gate_proj" if gates else "",
+        gates=Gates(name="gate_proj", by_head=True) if given.get("use_attention_gate", True) else None,
         modules=(("self_attn.gate_proj", "self_attn.g_proj"),),
         attention_parts=("q_norm", "k_norm", "o_proj"),
         norms=(before[0], behind[0], before[1], behind[1]),

@@ -10,7 +10,7 @@ from .parts import biased, common, layers_of
 from .ropes import MISTRAL_YARN, sharpness, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
-from .traits import HyperConnections, Index, Latent
+from .traits import Gates, HyperConnections, Index, Latent
 
 # transformers' defaults, which some checkpoints rely on.
 FEATURES: Config = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -315,8 +315,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     return replace(
         base,
         hyper=HyperConnections(count=given["hc_mult"], magnitude=number(given, "hc_magnitude", 2.0), epsilon=epsilon),
-        attention_gates=True,
-        gates_name="gate_proj",
+        gates=Gates(name="gate_proj"),
         sinks="sinks",
         precise_logits=True,
         aliases=HY_4_NAMES,

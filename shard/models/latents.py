@@ -77,9 +77,9 @@ class LatentAttention(Holder):
         else:
             order = self._order(asked // load.ranks.size, latent.plain)
             parts.insert(0, load.projection(["self_attn.q_proj"], [asked], order=order))
-        if shape.attention_gates:
-            parts.insert(0, load.projection([f"self_attn.{shape.gates_name}"], [gates]))
-        self.gates = gates // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the first ones
+        if shape.gates:
+            parts.insert(0, load.projection([f"self_attn.{shape.gates.name}"], [gates]))
+        self.gates = gates // load.ranks.size if shape.gates else 0  # number of columns of `inward`, the first ones
         self.inward = load.fused(*parts, bias=self._bias(load, asked // load.ranks.size))
         self.query = load.fused(self._asking(load)) if queries else None
         self.query_norm = load.gains("self_attn.q_a_layernorm", queries) if queries else None

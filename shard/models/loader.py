@@ -131,14 +131,15 @@ class Loader:
     ) -> Weight:
         """As `columns`, for queries, keys and values, of which the first two are `ordered`, and for gates, which come last wherever
         they are stored. wholes: the size of a head of each; features: see `Shape.order`."""
-        beside = self.shape.attention_gates and not self.shape.gates_name
+        gated = self.shape.gates
+        beside, apart = gated is not None and not gated.name, gated is not None and gated.name != ""
         if beside:
             sizes = [2 * sizes[0], *sizes[1:]]
         added = None
         if bias:
-            kept = len(names) - bool(self.shape.gates_name)
+            kept = len(names) - apart
             added = self.biases(names[:kept], sizes[:kept], joint, wholes[:kept])
-            if self.shape.gates_name:  # gates with a matrix of their own have no biases
+            if apart:  # gates with a matrix of their own have no biases
                 added = functional.pad(added, (0, self._own(sizes[-1], wholes[-1])[1]))
         order = None
         if features or beside:

@@ -13,6 +13,7 @@ from .traits import (
     Alibi,
     AltUpShape,
     DraftFeatures,
+    Gates,
     HeadIndex,
     HyperConnections,
     Index,
@@ -69,10 +70,7 @@ class Shape:
     # Layers with recurrent state (linear attention, state spaces, short convolutions) in place of attention, without a KV cache, or
     # beside it.
     recurrent: RecurrentShape | None = None
-    attention_gates: bool = False  # the output of attention is gated, through a sigmoid
-    softplus_gates: bool = False  # gates go through softplus instead of a sigmoid
-    head_gates: bool = False  # one gate for each head instead of one for each of its features
-    gates_name: str = ""  # of the gates' matrix, without biases; "": in the checkpoint they are beside each head's queries
+    gates: Gates | None = None  # of attention's output; None: it has none
     nope_layers: frozenset[int] = frozenset()  # layers without a rotary embedding (NoPE)
     nope_query_scale: TemperatureTuning | None = None  # scales queries by position in those layers; None: nothing does
     # Scalable softmax: queries of each head are multiplied by the logarithm of their position times a scale of the head's, plus a
@@ -622,12 +620,14 @@ class Shape:
 
     def _gates_columns(self, ranks: int, window: int) -> int:
         """Of these, the columns of gates."""
-        each = 1 if self.head_gates else self.latent.values if self.latent else self.keys(window).own_values
-        return self.query_heads(window) // ranks * each if self.attention_gates else 0
+        if self.gates is None:
+            return 0
+        each = 1 if self.gates.by_head else self.latent.values if self.latent else self.keys(window).own_values
+        return self.query_heads(window) // ranks * each
 
     def _unbiased(self, ranks: int, window: int) -> int:
         """Of these, columns without biases where others have some, for which zeros are held."""
-        return self._gates_columns(ranks, window) if self.gates_name else 0
+        return self._gates_columns(ranks, window) if self.gates and self.gates.name else 0
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """Bytes of all weights on one rank, with the rotary tables. packed: matrices are repacked, so that a tied table is held in
@@ -694,7 +694,7 @@ class Shape:
         for (window, latent), count in self._alike.items():
             # Queries, keys, values and gates side by side, or queries and latents.
             before, *others = self._projections(ranks, window, latent)
-            beside = 2 + (not latent and self.keys(window).values) + bool(self.attention_gates and self.gates_name)
+            beside = 2 + (not latent and self.keys(window).values) + bool(self.gates and self.gates.name)
             found += count * ((1 if "qkv_proj" in self.joined else beside) * lora_elements([before]) + lora_elements(others))
         found += sum(lora_elements(self._questions(ranks, window)) for window in self._keyless)
         if self.blocks and self.blocks.block:  # queries and keys side by side

@@ -10,7 +10,7 @@ from .parts import biased, common, layer_kinds, layers_of, windows_of
 from .ropes import rope, ropes_by_kind, rotary_size, with_only_rope, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, mixed, one_for_all, scored_by_kinds
-from .traits import Keys, Mixture
+from .traits import Gates, Keys, Mixture
 
 # transformers' defaults.
 FLINT: Config = {
@@ -171,11 +171,8 @@ def _laguna(config: Config) -> Shape:
         global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL], turned=parts[0]) if slides else None,
         mixtures=by_kinds(given.get("mlp_layer_types") or [PLAIN_MLP, *[EXPERTS] * (base.layers - 1)], mixture, base.layers),
         qk_norm=True,
-        attention_gates=True,
-        softplus_gates=True,
         modules=(("mlp.shared_expert.", "mlp.shared_experts."),),
-        head_gates=GATINGS[gating],
-        gates_name="g_proj",
+        gates=Gates(name="g_proj", by_head=GATINGS[gating], softplus=True),
         windows=windows_of(given, kinds),
         local_rope=rope(with_only_rope(given, local)) if slides else None,
         rotary_size=parts[slides],
@@ -309,9 +306,7 @@ def step_3(config: Config) -> Shape:
         attention_scale=number(given, "query_pre_attn_scalar", base.head_size) ** -0.5,
         qk_norm=True,
         centered_norms=True,
-        attention_gates=True,
-        head_gates=True,
-        gates_name="g_proj",
+        gates=Gates(name="g_proj", by_head=True),
         windows=windows_of(given, kinds),
         local_rope=rope(with_only_rope(given, local)) if slides else None,
         rotary_size=parts[slides],

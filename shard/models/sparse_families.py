@@ -9,7 +9,7 @@ from .fields import AGAIN, BLOCKS, FULL, SIZES, SLIDING, Config, expect, number,
 from .parts import biased, cap, common, layer_kinds, layers_of, uniform_windows, windows_of
 from .ropes import rope, ropes_by_kind, rotary_size, with_only_rope, with_rope
 from .shape import PLAIN, Shape, Unsupported
-from .traits import HeadIndex, Mixture, Quantization
+from .traits import Gates, HeadIndex, Mixture, Quantization
 
 # transformers' defaults, which some checkpoints rely on.
 AFMOE: Config = {
@@ -247,8 +247,7 @@ def _afmoe(config: Config) -> Shape:
     found = with_experts(scored(base, given | fields), router="router.gate", correction="expert_bias")
     return replace(
         found,
-        attention_gates=True,
-        gates_name="gate_proj",
+        gates=Gates(name="gate_proj"),
         qk_norm=True,
         norms=AROUND_AFMOE,
         windows=windows_of(given, kinds),

@@ -51,6 +51,15 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Gates:
+    """Gates that attention's output is multiplied by."""
+
+    name: str = ""  # of their matrix, which has no biases; "": in the checkpoint they are beside each head's queries
+    by_head: bool = False  # one gate for each head instead of one for each of its features
+    softplus: bool = False  # they go through softplus instead of a sigmoid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alibi:
     """ALiBi: linear biases (Press et al. 2022, arXiv:2108.12409) in place of a rotary embedding: products of queries and keys get a
     bias that decreases with distance. The query position's part is the same for all keys, which softmax cancels, so that only the

@@ -417,7 +417,7 @@ def test_time_step_limit_of_nemotron_3_ultra_means_no_limit() -> None:
 def test_qwen3_next_without_linear_attention_layers_keeps_attention_gates() -> None:
     found = shape(config(layer_types=["full_attention"] * 9))
     assert found.recurrent is None
-    assert found.attention_gates
+    assert found.gates
     assert found.state_bytes(1, 2) == 0
 
 
