@@ -8,6 +8,7 @@ from ...kernels.compressed import EntrySelection
 from ...kernels.entries import EntryParameters, write_entries, write_series
 from ...kernels.partial_rotary import rotate_last, write_keys
 from ...kernels.ragged import AttentionOptions, attention, attention_with_entries, completed_entries
+from ..cache import Cache
 from ..step import Step
 from .compression import CompressedLatent
 from .holder import Holder
@@ -15,6 +16,7 @@ from .latents import LatentAttention, PerHeadWeight
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
+from .token_mixer import TokenMixer
 
 QUERIES, MORE_QUERIES, KEYS = (f"self_attn.{name}_proj" for name in ("q_a", "q_b", "kv"))
 COMPRESSOR = "self_attn.compressor"
@@ -81,9 +83,11 @@ def _making(load: Loader, name: str, order: Tensor, first: int, series: int, lat
 class CompressedAttention(LatentAttention):
     """DeepSeek V4's attention of one layer, in the place of `HeadAttention`."""
 
-    def __init__(self, load: Loader, latent: CompressedLatent, window: int) -> None:
-        shape, size = load.shape, latent.size
-        self.shape, self.latent, self.window = shape, latent, window
+    def __init__(self, load: Loader) -> None:
+        TokenMixer.__init__(self, load)
+        shape, latent = self.shape, self.shape.latent_of(self.index)
+        assert isinstance(latent, CompressedLatent)
+        self.latent, size = latent, latent.size
         asked = shape.heads * size
         order, queries = self._order(size, latent.plain), self._order(asked // load.ranks.size, latent.plain)
         self.inward = load.fused(
@@ -115,11 +119,11 @@ class CompressedAttention(LatentAttention):
             found = found[:, :, first : first + own]
         return found.transpose(1, 2).contiguous()
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """See `HeadAttention`: [tokens, this rank's groups * rank]."""
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's groups * rank]."""
         assert self.query is not None
         assert self.latent_norm is not None
-        size, epsilon = self.latent.size, self.latent.epsilon
+        size, epsilon, layer = self.latent.size, self.latent.epsilon, cache.layers[self.index]
         x = stream.normalized(norm) if self.compressor else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         made = self._normalized(joint[:, :-size])

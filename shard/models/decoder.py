@@ -35,7 +35,7 @@ from .kimi_linear_attention import KimiDeltaAttention
 from .latents import LatentAttention
 from .laurel import LaurelBlock
 from .layer_inputs import PerLayerEmbedding, PerLayerInput
-from .linear_attention import GatedDelta, RecurrentAttention
+from .linear_attention import GatedDelta
 from .loader import Loader
 from .lora import LoraAdapters
 from .mlp import (
@@ -59,6 +59,7 @@ from .shortcuts import ShortcutExperts, ShortcutMlp, ShortcutStream
 from .state_spaces import Mamba2
 from .stream import Stream
 from .taps import Taps
+from .token_mixer import TokenMixer
 from .traits import GatedHyperConnections, HeadIndex, Rope
 from .vision import Vision
 
@@ -70,9 +71,8 @@ ROOTS = ("model.", "language_model.model.", "model.language_model.", "model.text
 class Layer(Holder):
     """A decoder layer: attention and MLP, each with pre-norm, post-norm or both, added to the residual stream."""
 
-    def __init__(self, index: int, shape: Shape, load: Loader) -> None:
-        self.index = index
-        self.shape = shape
+    def __init__(self, load: Loader) -> None:
+        self.index, self.shape = index, shape = load.index, load.shape
         self.ranks = load.ranks
         self.window = shape.windows[index]
         has_attention, has_mlp = index not in shape.without_attention, index not in shape.without_mlp
@@ -96,26 +96,21 @@ class Layer(Holder):
         self.memory = _remembered(load, kept) if kept and along else None
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.per_layer = PerLayerInput(load, shape.inputs) if shape.inputs else None
-        self.ngrams = NgramLayer(load, shape.ngrams, index) if shape.ngrams and index in shape.ngrams.layers else None
+        self.ngrams = NgramLayer(load, shape.ngrams) if shape.ngrams and index in shape.ngrams.layers else None
         self.mlp = self._mlp(load) if has_mlp else None
 
-    def _attention(self, load: Loader) -> HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention:
-        kept = self.shape.recurrent
-        if self.index >= self.shape.with_keys:
-            return SharedKeyAttention(load, self.window)
+    def _attention(self, load: Loader) -> TokenMixer:
+        shape, kept = self.shape, self.shape.recurrent
+        if self.index >= shape.with_keys:
+            return SharedKeyAttention(load)
         if kept and not kept.along and self.index in kept.layers:
             return _remembered(load, kept)
-        latent = self.shape.latent_of(self.index)
+        latent = shape.latent_of(self.index)
         if isinstance(latent, CompressedLatent):
-            return CompressedAttention(load, latent, self.window)
+            return CompressedAttention(load)
         if latent:
-            return (GatedLatentAttention if latent.gated else LatentAttention)(
-                load, latent, self.window, self.index in self.shape.indexing
-            )
-        blocks, turned = self.shape.blocks, self.index not in self.shape.nope_layers
-        if blocks and self.index in blocks.layers:
-            return SparseHeadAttention(load, blocks, self.window, turned)
-        return HeadAttention(load, self.window, turned)
+            return (GatedLatentAttention if latent.gated else LatentAttention)(load)
+        return (SparseHeadAttention if shape.blocks and self.index in shape.blocks.layers else HeadAttention)(load)
 
     def _mlp(self, load: Loader) -> Mlp | MixtureOfExperts:
         mixture = self.shape.mixtures[self.index]
@@ -137,7 +132,7 @@ class Layer(Holder):
         return (UngatedMlp if self.shape.ungated else Mlp)(load, self.shape.width(self.index))
 
     @property
-    def readers(self) -> tuple[HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention, ...]:
+    def readers(self) -> tuple[TokenMixer, ...]:
         """The layer's token mixers: attention, linear attention, or both side by side."""
         return tuple(reader for reader in (self.attention, self.memory) if reader is not None)
 
@@ -149,7 +144,7 @@ class Layer(Holder):
             assert places.rows is not None
             self.ngrams(stream, places.rows, step, cache.ngrams[self.index])
         self._turn(stream, 0)
-        return [self._read(reader, stream, step, places, cache) for reader in self.readers]
+        return [reader(stream, self.input_norm, step, places, cache) for reader in self.readers]
 
     def _turn(self, stream: Stream, part: int) -> None:
         if self.mixings:
@@ -161,21 +156,6 @@ class Layer(Holder):
         if self.altup and part == 0:
             assert isinstance(stream, AltUpStream)
             stream.predict(self.altup)
-
-    def _read(
-        self,
-        reader: HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention,
-        stream: Stream,
-        step: Step,
-        places: Places,
-        cache: Cache,
-    ) -> Tensor:
-        if isinstance(reader, RecurrentAttention):
-            return reader(stream, self.input_norm, step, cache.states[self.index])
-        where = stream, self.input_norm, step, places, cache.layers[self.index]
-        if isinstance(reader, SparseHeadAttention):
-            return reader.choose(*where, cache.index_keys[self.index])
-        return reader(*where)
 
     def project(self, stream: Stream) -> None:
         """Runs only the projections before attention, to compile them."""
@@ -246,7 +226,7 @@ class Decoder:
         load = Loader(source, shape, ranks, root, exact)
         self.embedding = self._table(load)
         self.layers = [
-            self.LAYER(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact, loaded))
+            self.LAYER(Loader(source, shape, ranks, f"{root}layers.{index}.", exact, loaded, index))
             for index in range(shape.layers)
         ]
         for layer in self.layers:
@@ -508,7 +488,7 @@ class Decoder:
             yield from held(value)
 
 
-def _remembered(load: Loader, kept: RecurrentShape) -> RecurrentAttention:
+def _remembered(load: Loader, kept: RecurrentShape) -> TokenMixer:
     if isinstance(kept, ShortConvolutionShape):
         return ShortConvolutions(load, kept)
     if isinstance(kept, KimiDeltaShape):

@@ -19,7 +19,6 @@ from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
 from .decoder import OUTPUTS, ROOTS, Decoder, Layer, lm_head_name, table_name, tensor_prefix
-from .heads import HeadAttention
 from .loader import Loader
 from .renamed import PrefixedSource
 from .rotary import Places
@@ -42,18 +41,18 @@ class Paired(Stream):
 class Eagle3Layer(Layer):
     """A layer whose attention reads embedding and features concatenated."""
 
-    def __init__(self, index: int, shape: Shape, load: Loader) -> None:
-        super().__init__(index, shape, load)
-        self.feature_norm = load.gains("hidden_norm", shape.hidden)
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        self.feature_norm = load.gains("hidden_norm", self.shape.hidden)
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """See Layer."""
-        assert isinstance(self.attention, HeadAttention)
-        return [self.attention(self._seen(stream), None, step, places, cache.layers[self.index])]
+        assert self.attention is not None
+        return [self.attention(self._seen(stream), None, step, places, cache)]
 
     def project(self, stream: Stream) -> None:
         """See Layer."""
-        assert isinstance(self.attention, HeadAttention)
+        assert self.attention is not None
         self._seen(stream).through(None, self.attention.inward)
 
     def _seen(self, stream: Stream) -> Stream:

@@ -9,24 +9,22 @@ from ...kernels.indexed import BlockSelection, TokenSelection
 from ...kernels.operations import rotate, rotate_and_write
 from ...kernels.ragged import AttentionOptions, attention
 from ...kernels.reference import lane_invariant
+from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from .alibi import widened
-from .holder import Holder
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
+from .token_mixer import TokenMixer
 
 
-class HeadAttention(Holder):
+class HeadAttention(TokenMixer):
     """The attention of a layer: query, key and value projections, and the output projection."""
 
-    def __init__(self, load: Loader, window: int, turned: bool = True) -> None:
-        """turned: the layer has a rotary embedding."""
-        shape = load.shape
-        self.shape = shape
-        self.window = window
-        self.ranks = load.ranks
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        shape, window, self.ranks = self.shape, self.window, load.ranks
         keys = shape.keys(window)
         self.size, self.value_size, self.key_heads = keys.size, keys.own_values, keys.own(load.ranks.size)
         heads, order = shape.query_heads(window), shape.order(window)
@@ -44,7 +42,7 @@ class HeadAttention(Holder):
         self.query_norm, self.key_norm = (
             load.ordered(load.gains(name, keys.size), order) if shape.qk_norm else None for name in (queries_name, keys_name)
         )
-        if shape.turned_norm and turned:
+        if shape.turned_norm and load.index not in shape.nope_layers:
             self.query_norm, self.key_norm = (
                 torch.ones(keys.size, dtype=load.source.dtype, device=load.source.device) for _ in range(2)
             )
@@ -69,18 +67,15 @@ class HeadAttention(Holder):
             self.scales[0] = 1
         return found
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """The input of the projection `output`, [tokens, this rank's heads * head size]. Writes keys and values to the cache.
-
-        norm: gains of the norm before it; places: of the step's tokens; layer: of the cache.
-        """
-        return self.attend(stream.through(norm, self.inward), step, places, layer)
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's heads * head size]."""
+        return self.attend(stream.through(norm, self.inward), step, places, cache.layers[self.index])
 
     def attend(
         self, joint: Tensor, step: Step, places: Places, layer: Tensor, asked: TokenSelection | BlockSelection | None = None
     ) -> Tensor:
-        """The same, given the product of the stream with `inward`. asked: the index queries by which tokens choose what they attend
-        to."""
+        """The same, given the product of the stream with `inward`. layer: of the cache; asked: the index queries by which tokens
+        choose what they attend to."""
         shape, epsilon = self.shape, self.shape.norm_epsilon
         joint, gates = joint[:, : joint.shape[1] - self.gates], joint[:, joint.shape[1] - self.gates :]
         if self.queries_norm is not None and self.keys_norm is not None:
@@ -113,14 +108,13 @@ class HeadAttention(Holder):
         return torch.cat((joint[:, :first], functional.pad(values, (0, self.size - self.value_size)).flatten(1)), 1)
 
 
-class SharedKeyAttention(Holder):
+class SharedKeyAttention(TokenMixer):
     """Attention of a layer without keys of its own: its queries attend to another layer's keys and values (cross-layer KV sharing:
     Brandon et al. 2024, arXiv:2405.12981)."""
 
-    def __init__(self, load: Loader, window: int) -> None:
-        shape, size = load.shape, load.shape.keys(window).size
-        self.shape = shape
-        self.window = window
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        shape, window, size = self.shape, self.window, self.shape.keys(self.window).size
         norm, _, output = (f"{shape.attention_name}.{part}" for part in shape.attention_parts)
         self.inward = load.heads(
             "", [f"{shape.attention_name}.q_proj"], [shape.query_heads(window) * size], shape.qkv_bias, [size], shape.order(window)
@@ -129,9 +123,9 @@ class SharedKeyAttention(Holder):
         self.output = load.rows(output, shape.query_heads(window) * size, shape.output_bias)
         self.scales: Tensor | None = None  # the other layer's FP8 scales of keys and values
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """See `HeadAttention`; layer: of the cache, the other layer's, to which nothing is written."""
-        shape = self.shape
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `HeadAttention`. Nothing is written to the cache, which has the other layer's keys and values for this one."""
+        shape, layer = self.shape, cache.layers[self.index]
         query = rotate(stream.through(norm, self.inward), places.rotary, self.query_norm, shape.norm_epsilon)
         scales = self.scales if layer.dtype != query.dtype else None
         return attention(

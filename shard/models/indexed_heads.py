@@ -7,6 +7,7 @@ from torch import Tensor
 from ...kernels.indexed import BlockSelection
 from ...kernels.operations import rotate_and_write
 from ...kernels.ragged import needs_selection
+from ..cache import Cache
 from ..step import Step
 from .heads import HeadAttention
 from .holder import Holder
@@ -50,12 +51,14 @@ class BlockIndexer(Holder):
 class SparseHeadAttention(HeadAttention):
     """Attention of a layer with such an index, in the place of `HeadAttention`."""
 
-    def __init__(self, load: Loader, index: HeadIndex, window: int, turned: bool = True) -> None:
-        super().__init__(load, window, turned)
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        index = load.shape.blocks
+        assert index is not None
         self.indexer = BlockIndexer(load, index) if index.block else MeanIndexer(load, index)
 
-    def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
-        """As `__call__`. index_keys: the layer's, in the cache."""
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `HeadAttention`. Writes index keys, too."""
         x = stream.normalized(norm)
-        asked = self.indexer(x, stream, places, step, index_keys)
-        return self.attend(stream.product(x, self.inward), step, places, layer, asked)
+        asked = self.indexer(x, stream, places, step, cache.index_keys[self.index])
+        return self.attend(stream.product(x, self.inward), step, places, cache.layers[self.index], asked)

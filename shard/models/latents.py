@@ -18,6 +18,7 @@ from ...kernels.linear import Invariance, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import AttentionOptions, Plan, attention, attention_to_expanded
 from ...kernels.reference import lane_invariant
+from ..cache import Cache
 from ..step import Step
 from .holder import Holder
 from .indexer import Indexer
@@ -26,7 +27,7 @@ from .pool_indexer import PoolIndexer
 from .rotary import Places
 from .sharpening import ScalableSoftmax
 from .stream import Stream
-from .traits import Latent
+from .token_mixer import TokenMixer
 
 LATENTS = "self_attn.kv_a_proj_with_mqa"
 # Multiplications per head from which `torch.bmm` calls MKL on a CPU; smaller products it computes itself, summing in another order.
@@ -60,15 +61,14 @@ class PerHeadWeight(Holder):
         return torch.bmm(x.transpose(0, 1), self._weights).transpose(0, 1)[:tokens]
 
 
-class LatentAttention(Holder):
-    """The MLA attention of a layer, with the same role as `HeadAttention`."""
+class LatentAttention(TokenMixer):
+    """The MLA attention of a layer."""
 
-    def __init__(self, load: Loader, latent: Latent, window: int, indexing: bool) -> None:
-        """indexing: the layer has its own indexer, if the model has sparse attention."""
-        shape = load.shape
-        self.shape = shape
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        shape, latent = self.shape, self.shape.latent_of(self.index)
+        assert latent is not None
         self.latent = latent
-        self.window = window
         asked = shape.heads * (latent.plain + latent.turned)
         width, queries, gates = latent.width, latent.queries, shape.heads * latent.values
         parts = [load.projection([LATENTS], [width], wholes=[width], order=self._order(width, latent.size))]
@@ -90,8 +90,8 @@ class LatentAttention(Holder):
         self.to_keys = PerHeadWeight(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
         self.to_values = PerHeadWeight(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
         choosing = PoolIndexer if latent.index and latent.index.pool else Indexer
-        self.indexer = choosing(load, latent, latent.index) if latent.index and indexing else None
-        self.sinks = load.each_head(f"self_attn.{shape.sinks}", shape.heads) if shape.has_sinks(window) else None
+        self.indexer = choosing(load, latent, latent.index) if latent.index and load.index in shape.indexing else None
+        self.sinks = load.each_head(f"self_attn.{shape.sinks}", shape.heads) if shape.has_sinks(self.window) else None
         self.sharpening = ScalableSoftmax(load, "self_attn.softmax_scaling", shape.heads) if shape.scalable_softmax else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
@@ -101,9 +101,9 @@ class LatentAttention(Holder):
         order = self._order(outputs // load.ranks.size, self.latent.plain)
         return load.projection(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """See `HeadAttention`. The result: [tokens, this rank's heads * latent.values]."""
-        latent, width, cached = self.latent, self.latent.width, self.shape.head_size
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's heads * latent.values]."""
+        latent, width, cached, layer = self.latent, self.latent.width, self.shape.head_size, cache.layers[self.index]
         x = stream.normalized(norm) if self.indexer else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         gates, asked, latents = joint[:, : self.gates], joint[:, self.gates : -width], joint[:, -width:]

@@ -1,8 +1,8 @@
-"""Layers of linear attention, which keep a recurrent state of fixed size per sequence in place of a KV cache: the base classes, and
+"""Layers of linear attention, which keep a recurrent state of fixed size per sequence in place of a KV cache: the base class, and
 the gated delta rule of Qwen3-Next and Qwen 3.5 (Yang et al. 2024, arXiv:2412.06464): see `kernels.gated_delta`. Knows where
 checkpoints have its tensors."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -12,27 +12,15 @@ from ...kernels.codes import QuantizedWeight
 from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ...kernels.spans import RecurrentStates, Spans
+from ..cache import Cache
 from ..step import Step
-from .holder import Holder
 from .loader import Loader, Projection
 from .recurrent_shapes import LinearAttentionShape
+from .rotary import Places
 from .stream import Stream
+from .token_mixer import TokenMixer
 
 NAME = "linear_attn"
-
-
-class RecurrentAttention(Holder, ABC):
-    """A layer's linear attention or short convolution: as `HeadAttention`, but with recurrent states in place of a KV cache."""
-
-    inward: Weight
-    output: Weight
-
-    @abstractmethod
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
-        """The input of the projection `output`, [tokens, this rank's part of its features]. Updates `states`.
-
-        norm: gains of the norm before it; states: the layer's recurrent states.
-        """
 
 
 def fuse_projections(load: Loader, inward: Projection, gating: Projection) -> tuple[Weight, Weight | None]:
@@ -52,7 +40,7 @@ def project_both(stream: Stream, norm: Tensor | None, inward: Weight, gating: We
     return stream.product(x, inward), stream.product(x, gating)
 
 
-class LinearAttention(RecurrentAttention):
+class LinearAttention(TokenMixer):
     """A layer of linear attention after a convolution, whose subclasses define the update rule."""
 
     def __init__(
@@ -66,6 +54,7 @@ class LinearAttention(RecurrentAttention):
     ) -> None:
         """name: the module that has its tensors; inward: the projection to the convolution's channels (queries, keys and values)
         and to the output gate; gating: that to the heads' beta and decay, or time steps; output: the output projection's name."""
+        super().__init__(load)
         self.epsilon = load.shape.norm_epsilon
         *_, values = linear.sizes
         self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
@@ -74,11 +63,11 @@ class LinearAttention(RecurrentAttention):
         self.offsets = load.each_head(f"{name}.dt_bias", linear.value_heads)
         self.output = load.rows(f"{name}.{output}", values, bias=False)
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
-        """See `RecurrentAttention`. The result: [tokens, this rank's value heads * value size]."""
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's value heads * value size]."""
         assert step.spans is not None
         joint, gating = project_both(stream, norm, self.inward, self.gating, self.channels + self.size)
-        return self.found(joint[:, : self.channels], joint[:, self.channels :], gating, step.spans, states)
+        return self.found(joint[:, : self.channels], joint[:, self.channels :], gating, step.spans, cache.states[self.index])
 
     @abstractmethod
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: RecurrentStates) -> Tensor:

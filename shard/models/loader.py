@@ -37,15 +37,23 @@ class Loader:
     """Reads this rank's part of the named tensors of one layer (or of the model, with an empty prefix)."""
 
     def __init__(
-        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Invariance, adapters: LoraAdapters | None = None
+        self,
+        source: Source,
+        shape: Shape,
+        ranks: Ranks,
+        prefix: str,
+        exact: Invariance,
+        adapters: LoraAdapters | None = None,
+        index: int = -1,
     ) -> None:
-        """adapters: LoRA adapters that requests may use."""
+        """adapters: LoRA adapters that requests may use; index: the layer's number."""
         self.source = source
         self.adapters = adapters
         self.exact = exact
         self.shape = shape
         self.ranks = ranks
         self.prefix = prefix
+        self.index = index
 
     def gains(self, name: str, size: int) -> Tensor:
         """The gains of a norm, which every rank has whole, in the form of `Stream`. Where they are stored minus 1, those of an RMS

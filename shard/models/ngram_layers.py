@@ -47,10 +47,10 @@ class NgramHasher:
 class NgramLayer(Holder):
     """The n-gram embedding of one layer."""
 
-    def __init__(self, load: Loader, ngrams: NgramShape, layer: int) -> None:
+    def __init__(self, load: Loader, ngrams: NgramShape) -> None:
         hidden, streams = load.shape.hidden, ngrams.streams
-        _check(load, ngrams, layer)
-        self.table = _table(load, ngrams, layer)
+        _check(load, ngrams, load.index)
+        self.table = _table(load, ngrams, load.index)
         names = ("ple.key_proj", streams * hidden), ("ple.value_proj", hidden)
         self.inward = load.laid_out(torch.cat([load.all_bits(name, size, ngrams.size) for name, size in names]))
         norms = [load.gains(f"ple.norm_{part}", streams * hidden).view(streams, hidden) for part in ("key", "query", "conv")]

@@ -26,7 +26,7 @@ from penstock.shard.memory import Measured
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.kimi_linear_attention import KimiDeltaAttention
-from penstock.shard.models.linear_attention import GatedDelta, LinearAttention, RecurrentAttention
+from penstock.shard.models.linear_attention import GatedDelta, LinearAttention
 from penstock.shard.models.recurrent_shapes import KimiDeltaShape, LinearAttentionShape, ShortConvolutionShape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions
@@ -656,8 +656,8 @@ def first_linear_attention(model: Decoder) -> LinearAttention:
 
 def recurrent_weights(model: Decoder) -> Tensor:
     """Weights of the first recurrent layer that are cut between ranks: decay rates of heads, or filters of channels."""
-    attention = next(reader for layer in model.layers for reader in layer.readers if isinstance(reader, RecurrentAttention))
-    assert isinstance(attention, ShortConvolutions | LinearAttention | KimiDeltaAttention)
+    kinds = ShortConvolutions | LinearAttention | KimiDeltaAttention
+    attention = next(reader for layer in model.layers for reader in layer.readers if isinstance(reader, kinds))
     return attention.taps if isinstance(attention, ShortConvolutions) else attention.rates
 
 
