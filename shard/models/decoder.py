@@ -308,13 +308,7 @@ class Decoder:
         rows = self.embed(step.tokens)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, step.positions))
-        return self._told_tokens(self._stream(rows, chosen), step.tokens)
-
-    def _told_tokens(self, stream: Stream, tokens: Tensor) -> Stream:
-        """The same stream, with the token ids for hash-routed experts."""
-        if isinstance(stream, HyperStream):
-            stream.tokens = tokens
-        return stream
+        return self._stream(rows, chosen, step.tokens)
 
     def _outcome(self, stream: Stream) -> Tensor:
         if isinstance(stream, HyperStream):
@@ -398,11 +392,11 @@ class Decoder:
         rows = rows if self._factor == 1 else rows.mul_(self._factor)
         return rows if self.first_norm is None else self._stream(rows).normalized(self.first_norm)
 
-    def _stream(self, sums: Tensor, chosen: RowAdapters | None = None) -> Stream:
+    def _stream(self, sums: Tensor, chosen: RowAdapters | None = None, tokens: Tensor | None = None) -> Stream:
         shape = self.shape
         if shape.hyper:
             several = GatedHyperStream if isinstance(shape.hyper, GatedHyperConnections) else HyperStream
-            return several(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
+            return several(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen, tokens)
         if self.ends is not None:
             return AltUpStream(sums, self.ranks, shape.norm_epsilon, shape.gelu, self.ends, chosen)
         kind = ShortcutStream if shape.paired else GatedStream if shape.norm_gates else Stream
@@ -473,8 +467,8 @@ class Decoder:
 
     def _blank(self, rows: int) -> Stream:
         """A stream of so many rows of zeros."""
-        numbers = torch.zeros(rows, dtype=torch.int64, device=self.embedding.device)
-        return self._told_tokens(self._stream(self.embedding.new_zeros(rows, self.shape.hidden)), numbers)
+        tokens = torch.zeros(rows, dtype=torch.int64, device=self.embedding.device)
+        return self._stream(self.embedding.new_zeros(rows, self.shape.hidden), tokens=tokens)
 
     @property
     def weight_bytes(self) -> int:
