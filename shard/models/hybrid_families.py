@@ -60,6 +60,7 @@ LFM3_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
+AROUND_LFM3 = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
 LFM2_MOE: Config = {
     "num_attention_heads": 32,
     "num_experts": 32,
@@ -70,8 +71,8 @@ LFM2_MOE: Config = {
 OLMO_HYBRID: Config = {"max_position_embeddings": 65_536, "linear_conv_kernel_dim": 4}
 # transformers' names of norms, and the hub's, which transformers also writes, even for layers with attention.
 OLMO_HYBRID_NAMES = (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm"))
-# Fields that Qwen 3.5's config.json may have and transformers does not read.
 ENDLESS = 1e300  # from this number on there is no limit
+# Fields that Qwen 3.5's config.json may have and transformers does not read.
 ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}
 
 
@@ -285,8 +286,6 @@ def _lfm3(config: Config) -> Shape:
     kinds = given.get("layer_types") or usual
     full, local = ropes_by_kind(with_rope(said(given), LFM3_ROPES), 1e6, 1e4)
     base = replace(biased(_short(given | {"rope_parameters": None}, kinds), given), rope=rope_of_kind(full))
-    before, behind = ("operator_norm", "ffn_norm"), ("post_operator_norm", "post_ffn_norm")
-    behind = behind if given.get("use_sandwich_norm", True) else ("", "")
     return replace(
         base,
         local_rope=rope_of_kind(local) if SLIDING in kinds else None,
@@ -294,7 +293,7 @@ def _lfm3(config: Config) -> Shape:
         gates=Gates(name="gate_proj", by_head=True) if given.get("use_attention_gate", True) else None,
         modules=(("self_attn.gate_proj", "self_attn.g_proj"),),
         attention_parts=("q_norm", "k_norm", "o_proj"),
-        norms=(before[0], behind[0], before[1], behind[1]),
+        norms=AROUND_LFM3 if given.get("use_sandwich_norm", True) else base.norms,
     )
 
 
