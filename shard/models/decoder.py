@@ -89,23 +89,23 @@ class Layer(Holder):
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
         self.altup = AltUp(load, shape.altup) if shape.altup else None
         self.laurel = LaurelBlock(load, shape.laurel) if shape.laurel else None
-        self.attention = self._attention(load) if has_attention else None
-        kept = shape.recurrent
-        along = kept is not None and kept.along and index in kept.layers
-        # Linear attention or state spaces beside attention, after the same norm.
-        self.memory = _remembered(load, kept) if kept and along else None
+        self.readers = tuple(self._readers(load))  # attention, linear attention, or both side by side, after the same norm
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.per_layer = PerLayerInput(load, shape.inputs) if shape.inputs else None
         self.ngrams = NgramLayer(load, shape.ngrams) if shape.ngrams and index in shape.ngrams.layers else None
         self.mlp = self._mlp(load) if has_mlp else None
 
+    def _readers(self, load: Loader) -> Iterator[TokenMixer]:
+        kept = self.shape.recurrent
+        if self.index in self.shape.attending:
+            yield self._attention(load)
+        if kept and self.index in kept.layers:
+            yield _remembered(load, kept)
+
     def _attention(self, load: Loader) -> TokenMixer:
-        shape, kept = self.shape, self.shape.recurrent
+        shape, latent = self.shape, self.shape.latent_of(self.index)
         if self.index >= shape.with_keys:
             return SharedKeyAttention(load)
-        if kept and not kept.along and self.index in kept.layers:
-            return _remembered(load, kept)
-        latent = shape.latent_of(self.index)
         if isinstance(latent, CompressedLatent):
             return CompressedAttention(load)
         if latent:
@@ -132,9 +132,9 @@ class Layer(Holder):
         return (UngatedMlp if self.shape.ungated else Mlp)(load, self.shape.width(self.index))
 
     @property
-    def readers(self) -> tuple[TokenMixer, ...]:
-        """The layer's token mixers: attention, linear attention, or both side by side."""
-        return tuple(reader for reader in (self.attention, self.memory) if reader is not None)
+    def attention(self) -> TokenMixer | None:
+        """Its attention, or what it has in its place."""
+        return self.readers[0] if self.readers else None
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """The outputs of the token mixers for `transform`, [tokens, features] each. Writes keys and values to the cache, or updates
