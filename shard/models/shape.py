@@ -456,10 +456,11 @@ class Shape:
         """Features of a head that rotate in layers with this window."""
         return self.keys(window).turned or self.rotary_size or self.turning_size(window)
 
-    def order(self, window: int) -> tuple[int, ...]:
+    def order(self, window: int, size: int = 0) -> tuple[int, ...]:
         """For each feature of our heads, its index in the checkpoint's heads. In ours, features that rotate together are half a
-        head apart, the first rotating towards the second, and unrotated ones come last in each half; (): the order is the same."""
-        size, turned = self.turning_size(window), self.turned(window)
+        head apart, the first rotating towards the second, and unrotated ones come last in each half; (): the order is the same.
+        size: of the heads of an index, which may have another than attention's; 0: as these."""
+        size, turned = size or self.turning_size(window), self.turned(window)
         if turned == size and not self.rotary_neighbours and not self.rotary_reversed:
             return ()
         middle, apart = (size + turned) // 2, turned // 2
