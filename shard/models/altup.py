@@ -28,9 +28,9 @@ class AltUp(Holder):
         count, hidden = how.count, load.shape.hidden
         self.how, self._epsilon = how, load.shape.norm_epsilon
         self.norm = load.gains("altup.router_norm", hidden)
-        self.router = Weight(load.all_bits("altup.modality_router", count).float() / hidden, None, load.exact)
+        self.router = Weight(load.unrounded_matrix("altup.modality_router", count).float() / hidden, None, load.exact)
         self.prediction, self.correction = (
-            Weight(load.all_bits(f"altup.{name}_coefs", outputs, count).float(), None, load.exact)
+            Weight(load.unrounded_matrix(f"altup.{name}_coefs", outputs, count).float(), None, load.exact)
             for name, outputs in (("prediction", count**2), ("correction", count))
         )
         self.scale = load.source.tensor(f"{load.prefix}altup.correct_output_scale", (hidden,))
@@ -59,7 +59,8 @@ class Ends(Holder):
     def __init__(self, load: Loader, how: AltUpShape) -> None:
         hidden, others = load.shape.hidden, range(how.count - 1)
         self.first, self.last = (
-            [load.laid_out(load.all_bits(f"altup_{name}projections.{i}", hidden)) for i in others] for name in ("", "unembed_")
+            [load.laid_out(load.unrounded_matrix(f"altup_{name}projections.{i}", hidden)) for i in others]
+            for name in ("", "unembed_")
         )
 
     def begun(self, sums: Tensor) -> Tensor:

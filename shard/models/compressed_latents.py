@@ -69,7 +69,7 @@ def _matrices(load: Loader, name: str, order: Tensor, series: int) -> list[Tenso
     """The projections in the order of a slot: values and gates of the series of an entry's own tokens, then those of the
     overlapping series, which the checkpoint has first."""
     size = len(order)
-    both = [load.all_bits(f"{name}.{part}_proj", series * size).view(series, size, -1).flip(0) for part in ("kv", "gate")]
+    both = [load.unrounded_matrix(f"{name}.{part}_proj", series * size).view(series, size, -1).flip(0) for part in ("kv", "gate")]
     return [part[number][order] for number in range(series) for part in both]
 
 

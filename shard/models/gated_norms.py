@@ -18,8 +18,8 @@ class NormGate(Holder):
     def __init__(self, load: Loader, name: str, size: int) -> None:
         """name: prefix of its tensors; size: rank of the projection."""
         hidden = load.shape.hidden
-        self.inward = load.laid_out(load.all_bits(f"{name}.mlp.fc1", size))
-        self.outward = load.laid_out(load.all_bits(f"{name}.mlp.fc2", hidden, size))
+        self.inward = load.laid_out(load.unrounded_matrix(f"{name}.mlp.fc1", size))
+        self.outward = load.laid_out(load.unrounded_matrix(f"{name}.mlp.fc2", hidden, size))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x times its gates, [tokens, hidden]. The gates are computed in float32."""

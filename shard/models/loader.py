@@ -108,7 +108,7 @@ class Loader:
         added = self.source.tensor(f"{self.prefix}{name}.bias", (outputs,), dtype=dtype) if bias else None
         if wide:
             return Weight(self.source.tensor(f"{self.prefix}{name}.weight", full, dtype=dtype), added, self.exact)
-        return self.laid_out(self.all_bits(name, outputs), added)
+        return self.laid_out(self.unrounded_matrix(name, outputs), added)
 
     def there(self, name: str) -> bool:
         """Whether the checkpoint has this matrix, quantized or not."""
@@ -209,7 +209,7 @@ class Loader:
         places, inputs = self._places(names, sizes, "", wholes), inputs or self.shape.hidden
         return torch.cat([self.dense(self._unrounded(name, (full, inputs), cut)) for name, full, cut in places])
 
-    def all_bits(self, name: str, outputs: int, inputs: int = 0) -> Tensor:
+    def unrounded_matrix(self, name: str, outputs: int, inputs: int = 0) -> Tensor:
         """A dense matrix, never quantized at load, which every rank has whole; inputs: if not the stream's."""
         return self.dense(self._unrounded(name, (outputs, inputs or self.shape.hidden), None))
 

@@ -52,7 +52,7 @@ class NgramLayer(Holder):
         _check(load, ngrams, load.index)
         self.table = _table(load, ngrams, load.index)
         names = ("ple.key_proj", streams * hidden), ("ple.value_proj", hidden)
-        self.inward = load.laid_out(torch.cat([load.all_bits(name, size, ngrams.size) for name, size in names]))
+        self.inward = load.laid_out(torch.cat([load.unrounded_matrix(name, size, ngrams.size) for name, size in names]))
         norms = [load.gains(f"ple.norm_{part}", streams * hidden).view(streams, hidden) for part in ("key", "query", "conv")]
         self.gains = torch.stack(norms)
         self.apart, channels = ngrams.most, ngrams.channels(hidden)
