@@ -27,11 +27,10 @@ class HashRoutedExperts(MixtureOfExperts):
         assert stream.tokens is not None
         x = stream.normalized(before)
         chosen = self.table.index_select(0, stream.tokens).long()
-        shares = weights_of_chosen(
-            self.router(x.float()), chosen, self.mixture.factor, self.mixture.least, rooted=self.mixture.rooted
-        )
+        mixture, logits = self.mixture, self.router(x.float())
+        shares = weights_of_chosen(logits, chosen, mixture.factor, mixture.least, rooted=mixture.scores == "sqrtsoftplus")
         made = self.experts(x, shares, chosen)
-        return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
+        return made if self.shared is None else made.add_(self.shared(x, stream), alpha=mixture.shared_factor)
 
 
 def _table(load: Loader, name: str, mixture: Mixture) -> Tensor:

@@ -309,7 +309,7 @@ def _lfm2_moe(config: Config) -> Shape:
         chosen=given["num_experts_per_tok"],
         size=given["moe_intermediate_size"],
         normalized=given.get("norm_topk_prob", True),
-        sigmoid=True,
+        scores="sigmoid",
         correction="expert_bias" if given.get("use_expert_bias", True) else "",
         factor=number(given, "routed_scaling_factor", 1.0),
         least=1e-6,

@@ -324,7 +324,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
 
 def with_softmax_router(base: Shape, **more: Any) -> Shape:
     """The same shape, but router scores are a softmax without correction bias."""
-    return with_experts(base, sigmoid=False, correction="", **more)
+    return with_experts(base, scores="softmax", correction="", **more)
 
 
 LATENT: dict[str, Callable[[Config], Shape]] = {

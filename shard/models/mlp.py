@@ -153,7 +153,7 @@ class MixtureOfExperts(Holder):
             self.router(x.float() if mixture.wide else x),
             mixture.chosen,
             mixture.normalized,
-            sigmoid=mixture.sigmoid,
+            sigmoid=mixture.scores == "sigmoid",
             correction=self.correction,
             sets=(mixture.groups, mixture.groups_chosen, mixture.best),
             factor=mixture.factor,
@@ -161,7 +161,7 @@ class MixtureOfExperts(Holder):
             least=mixture.least,
             by_logits=mixture.by_logits,
             zeroed=mixture.zeroed,
-            rooted=mixture.rooted,
+            rooted=mixture.scores == "sqrtsoftplus",
         )
 
 

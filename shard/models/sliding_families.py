@@ -102,7 +102,7 @@ def _flint(config: Config) -> Shape:
     given = FLINT | said(config)
     base = biased(common(given), given)
     kinds = layer_kinds(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
-    mixture = replace(one_for_all(given, given["norm_topk_prob"]), sigmoid=True, shared_gate="")
+    mixture = replace(one_for_all(given, given["norm_topk_prob"]), scores="sigmoid", shared_gate="")
     return replace(
         mixed(base, given, mixture),
         qk_norm=True,
@@ -121,7 +121,7 @@ def _kolibri(config: Config) -> Shape:
     kinds = layer_kinds(given, base.layers, lambda layer: (layer + 1) % 5 > 0)
     mixture = replace(
         one_for_all(given, given.get("norm_topk_prob", False)),
-        sigmoid=True,
+        scores="sigmoid",
         correction=".moe.router.expert_bias",
         by_logits=True,
         shared_name="shared_experts",
@@ -158,7 +158,7 @@ def _laguna(config: Config) -> Shape:
         raise Unsupported(f"gating {shown(gating)} is not supported: the decoder has {', '.join(map(shown, GATINGS))}")
     mixture = replace(
         one_for_all(given, normalized=True),
-        sigmoid=True,
+        scores="sigmoid",
         correction="experts.e_score_correction_bias",
         factor=number(given, "moe_routed_scaling_factor", 1.0),
         shared_gate="",
@@ -283,7 +283,7 @@ def step_3(config: Config) -> Shape:
         chosen=given["num_experts_per_tok"],
         size=given["moe_intermediate_size"],
         normalized=True,
-        sigmoid=True,
+        scores="sigmoid",
         correction="gate.e_score_correction_bias",
         factor=number(given, "moe_router_scaling_factor", 1.0),
         shared=given["share_expert_dim"],

@@ -122,8 +122,9 @@ class Mixture:
     shared_name: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"  # gate of the shared expert's output; "": none
     shared_factor: float = 1.0  # multiplies the shared expert's output
-    sigmoid: bool = False  # router scores are sigmoids of logits, instead of their softmax
-    rooted: bool = False  # router scores are square roots of softplus
+    scores: str = (
+        "softmax"  # what router scores are of logits: "softmax", "sigmoid", or "sqrtsoftplus", the square root of softplus
+    )
     hashed: bool = False  # hash routing: a table says which experts a token goes through, by its id
     # Tensor of the correction bias, added to scores for choosing experts alone; behind a dot, of the layer itself; "": none.
     correction: str = ""
@@ -168,7 +169,7 @@ class Mixture:
     @property
     def wide(self) -> bool:
         """Whether the router is computed in float32."""
-        return self.precise or self.sigmoid or self.rooted or bool(self.correction)
+        return self.precise or self.scores != "softmax" or self.correction != ""
 
     def narrow(self, hidden: int) -> Matrices:
         """The matrices to the experts' latent and back."""

@@ -227,7 +227,7 @@ def shape_of(name: str, **more: Any) -> Shape:
 
 
 def test_defaults_of_mla_models_are_those_of_transformers() -> None:
-    router_fields: dict[str, Any] = {"sigmoid": True, "correction": "gate.e_score_correction_bias"}
+    router_fields: dict[str, Any] = {"scores": "sigmoid", "correction": "gate.e_score_correction_bias"}
     config: Any = transformers.DeepseekV3Config()
     found = shape_of("DeepseekV3")
     assert found.latent == expected_latent(config)
