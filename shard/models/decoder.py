@@ -216,24 +216,14 @@ class Decoder:
         self.ranks = ranks
         self.invariant = exact is Invariance.INVARIANT
         self.adapters = adapters or LoraAdapters()
-        loaded = self.adapters if self.adapters.names else None
         self.kept: Taps | None = None  # set for a draft model that reads this model's features
         source = LegacySource(source, shape, shape.layout) if shape.layout else source
         source = PairedSource(source, shape.paired) if shape.paired else source
         source = EitherSource(source, shape.aliases) if shape.aliases else source
         source = DeepseekV4Names(source) if shape.original else source
-        root = self._root(source)
-        load = Loader(source, shape, ranks, root, exact)
+        load = Loader(source, shape, ranks, self._root(source), exact, self.adapters if self.adapters.names else None)
         self.embedding = self._table(load)
-        self.layers = [
-            self.LAYER(Loader(source, shape, ranks, f"{root}layers.{index}.", exact, loaded, index))
-            for index in range(shape.layers)
-        ]
-        for layer in self.layers:
-            if isinstance(layer.attention, SharedKeyAttention):
-                seen = self.layers[shape.source(layer.index)].attention
-                assert isinstance(seen, HeadAttention)
-                layer.attention.scales = seen.scales
+        self.layers = [self.LAYER(load.layer(index)) for index in range(shape.layers)]
         self.positions = load.positions() if shape.learned is not None else None
         self.inputs = PerLayerEmbedding(load, shape.inputs) if shape.inputs else None
         self.adapters.check()

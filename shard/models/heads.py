@@ -121,7 +121,7 @@ class SharedKeyAttention(TokenMixer):
         )
         self.query_norm = load.gains(norm, size) if shape.qk_norm else None
         self.output = load.rows(output, shape.query_heads(window) * size, shape.output_bias)
-        self.scales: Tensor | None = None  # the other layer's FP8 scales of keys and values
+        self.scales = load.layer(shape.source(self.index)).cache_scales(shape.keys(window).heads)  # of the other layer
 
     def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
         """See `HeadAttention`. Nothing is written to the cache, which has the other layer's keys and values for this one."""

@@ -34,26 +34,32 @@ class Projection(NamedTuple):
 
 
 class Loader:
-    """Reads this rank's part of the named tensors of one layer (or of the model, with an empty prefix)."""
+    """Reads this rank's part of the named tensors of one layer (or of what is beside the layers)."""
 
     def __init__(
         self,
         source: Source,
         shape: Shape,
         ranks: Ranks,
-        prefix: str,
+        root: str,
         exact: Invariance,
         adapters: LoraAdapters | None = None,
         index: int = -1,
     ) -> None:
-        """adapters: LoRA adapters that requests may use; index: the layer's number."""
+        """root: prefix of all tensor names; adapters: LoRA adapters that requests may use; index: the layer's number; -1: for what
+        is beside the layers."""
         self.source = source
         self.adapters = adapters
         self.exact = exact
         self.shape = shape
         self.ranks = ranks
-        self.prefix = prefix
+        self.root = root
         self.index = index
+        self.prefix = f"{root}layers.{index}." if index >= 0 else root
+
+    def layer(self, index: int) -> "Loader":
+        """For one of the layers."""
+        return Loader(self.source, self.shape, self.ranks, self.root, self.exact, self.adapters, index)
 
     def gains(self, name: str, size: int) -> Tensor:
         """The gains of a norm, which every rank has whole, in the form of `Stream`. Where they are stored minus 1, those of an RMS
