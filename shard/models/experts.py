@@ -94,9 +94,9 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
     _check_bits(load.source, first_name)
 
     def read(name: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
-        turned = (shape[0], shape[2], shape[1])
-        if mixture.inputs_first or (shape != turned and load.source.has(name, turned)):  # as Qwen 3 VL's are on the hub
-            return load.source.tensor(name, turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
+        transposed = (shape[0], shape[2], shape[1])
+        if mixture.inputs_first or (shape != transposed and load.source.has(name, transposed)):  # as Qwen 3 VL's are on the hub
+            return load.source.tensor(name, transposed, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
         return load.source.tensor(name, shape, (dimension, first, first + part))
 
     # transformers makes and stores weights for identity experts, too.

@@ -460,7 +460,7 @@ class Layout:
     names: tuple[tuple[str, str], ...]  # of modules, ours and theirs: within a layer, and beside the layers
     joint: bool = False  # queries, keys and values are in one tensor
     grouped: bool = False  # in which rows are grouped by key head: its queries, a key, a value
-    turned: bool = False  # matrices of layers are transposed: [inputs, outputs]
+    transposed: bool = False  # matrices of layers are [inputs, outputs]
 
 
 def elements(matrices: Matrices) -> int:
