@@ -50,7 +50,7 @@ from .mlp import (
 )
 from .ngram_layers import NgramHasher, NgramLayer
 from .olmo_linear_attention import OlmoGatedDelta
-from .recurrent_shapes import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape
+from .recurrent_shapes import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape, StateSpaceShape
 from .renamed import EitherSource, LegacySource, PairedSource
 from .rotary import Places, PoolRotary, cosines_and_sines, log_positions, query_scales, resized
 from .shape import Shape, Unsupported
@@ -477,8 +477,10 @@ def _remembered(load: Loader, kept: RecurrentShape) -> TokenMixer:
         return ShortConvolutions(load, kept)
     if isinstance(kept, KimiDeltaShape):
         return KimiDeltaAttention(load, kept)
+    if isinstance(kept, StateSpaceShape):
+        return Mamba2(load, kept)
     assert isinstance(kept, LinearAttentionShape)
-    return (Mamba2 if kept.limits else OlmoGatedDelta if kept.apart else GatedDelta)(load, kept)
+    return (OlmoGatedDelta if kept.apart else GatedDelta)(load, kept)
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:

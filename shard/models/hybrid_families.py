@@ -9,7 +9,7 @@ from typing import Any
 from .dense_families import BEHIND, granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
 from .parts import biased, common, layer_kinds, layers_of, windows_of
-from .recurrent_shapes import LinearAttentionShape, ShortConvolutionShape
+from .recurrent_shapes import LinearAttentionShape, ShortConvolutionShape, StateSpaceShape
 from .ropes import ROPES, rope_of_kind, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
@@ -199,7 +199,7 @@ def _bamba(config: Config) -> Shape:
     )
 
 
-def state_spaces(config: Config, layers: frozenset[int], features: int) -> LinearAttentionShape:
+def state_spaces(config: Config, layers: frozenset[int], features: int) -> StateSpaceShape:
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). features: of the values of all heads."""
     heads, groups = config["mamba_n_heads"], config["mamba_n_groups"]
     size = config.get("mamba_d_head", "auto")
@@ -213,7 +213,7 @@ def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linea
             f"config.json says mamba_n_heads {heads} and mamba_n_groups {groups}, of which the first must be a multiple: {AGAIN}"
         )
     expect(config, mamba_conv_bias=True, mamba_proj_bias=False)
-    return LinearAttentionShape(
+    return StateSpaceShape(
         layers=layers,
         key_heads=groups,
         value_heads=heads,

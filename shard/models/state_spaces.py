@@ -10,14 +10,13 @@ from ...kernels.spans import RecurrentStates, Spans
 from ...kernels.state_space import state_space
 from .linear_attention import LinearAttention
 from .loader import Loader
-from .recurrent_shapes import LinearAttentionShape
+from .recurrent_shapes import StateSpaceShape
 
 
 class Mamba2(LinearAttention):
     """A Mamba-2 layer. The heads of a group share queries (C) and keys (B); the norm is over all values of a group."""
 
-    def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
-        assert linear.limits is not None
+    def __init__(self, load: Loader, linear: StateSpaceShape) -> None:
         keys, _, values = linear.sizes
         name = linear.home
         sizes, wholes = (values, keys, keys), (1, linear.key_size, linear.key_size)

@@ -27,7 +27,7 @@ from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
 from penstock.shard.models.kimi_linear_attention import KimiDeltaAttention
 from penstock.shard.models.linear_attention import GatedDelta, LinearAttention
-from penstock.shard.models.recurrent_shapes import KimiDeltaShape, LinearAttentionShape, ShortConvolutionShape
+from penstock.shard.models.recurrent_shapes import KimiDeltaShape, LinearAttentionShape, ShortConvolutionShape, StateSpaceShape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions
 from penstock.shard.service import Service
@@ -173,7 +173,7 @@ def test_granite_4_shapes_equal_transformers_config(more: dict[str, Any]) -> Non
     fields = granite_config(**more)
     found = shape(fields)
     expected = transformers.GraniteMoeHybridConfig(**{name: value for name, value in fields.items() if name != "architectures"})
-    assert found.recurrent == LinearAttentionShape(
+    assert found.recurrent == StateSpaceShape(
         layers=frozenset({0, 2, 3, 5, 6, 8}),
         key_heads=expected.mamba_n_groups,
         value_heads=expected.mamba_n_heads,
@@ -247,7 +247,7 @@ def test_falcon_h1_shapes_equal_transformers_config(more: dict[str, Any]) -> Non
         **{name: value for name, value in falcon_h1_config(**more).items() if name != "architectures"}
     )
     assert found.attending == list(range(9))
-    assert found.recurrent == LinearAttentionShape(
+    assert found.recurrent == StateSpaceShape(
         layers=frozenset(range(9)),
         along=True,
         key_heads=expected.mamba_n_groups,
@@ -317,7 +317,7 @@ def test_nemotron_h_shapes_equal_transformers_config(more: dict[str, Any]) -> No
     assert found.layers == len(kinds)
     assert set(found.attending) == layers_by_kind["full_attention"]
     assert found.without_attention == layers_by_kind["mlp"] | layers_by_kind["moe"]
-    assert found.recurrent == LinearAttentionShape(
+    assert found.recurrent == StateSpaceShape(
         layers=frozenset(range(len(kinds))) - found.without_attention - layers_by_kind["full_attention"],
         key_heads=expected.n_groups,
         value_heads=expected.mamba_num_heads,
