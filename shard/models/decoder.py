@@ -325,13 +325,20 @@ class Decoder:
         alibi_bias, logarithms = (
             table.index_select(0, step.positions) if table is not None else None for table in (self.alibi_table, self.logarithms)
         )
-        choosing: list[TokenSelection | None] = []
+        choosing, pools = list[TokenSelection | None](), self._pools(step)
         rows = self.ngrams(step) if self.ngrams is not None else {}
-        pools = self._pools(step)
-        every = self.rotary if self.shape.compressed else None
         return [
-            Places(*each, alibi_bias, logarithms, choosing, pools, rows.get(layer), every)
-            for layer, each in enumerate(zip(self._turnings(step), self._growths(step), strict=True))
+            Places(
+                rotary=rotary,
+                query_scale=query_scale,
+                alibi_bias=alibi_bias,
+                logarithms=logarithms,
+                choosing=choosing,
+                pools=pools,
+                rows=rows.get(layer),
+                every=self.rotary if self.shape.compressed else None,
+            )
+            for layer, (rotary, query_scale) in enumerate(zip(self._turnings(step), self._growths(step), strict=True))
         ]
 
     def _pools(self, step: Step) -> PoolRotary | None:

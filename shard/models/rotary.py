@@ -2,7 +2,7 @@
 config.json, and tables of cosines and sines."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class PoolRotary:
     first: Tensor  # of the first position of the pool that each token would complete
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """What a layer needs of the positions of a step's tokens."""
 
@@ -31,10 +31,10 @@ class Places:
     alibi_bias: Tensor | None  # ALiBi biases to append to keys: see `alibi.alibi_biases`
     logarithms: Tensor | None  # logarithms of the positions, for scalable softmax: see `sharpening`
     # The last indexer's choice of tokens to attend to; a list that all layers share.
-    choosing: list[TokenSelection | None] = field(default_factory=list)
-    pools: PoolRotary | None = None  # None: no index of heads with keys of their own
-    rows: Tensor | None = None  # rows of the layer's n-gram tables, [tokens, heads]: see `ngram_layers`
-    every: Tensor | None = None  # cosines and sines of all positions, where others than the tokens' own are needed
+    choosing: list[TokenSelection | None]
+    pools: PoolRotary | None  # None: no index of heads with keys of their own
+    rows: Tensor | None  # rows of the layer's n-gram tables, [tokens, heads]: see `ngram_layers`
+    every: Tensor | None  # cosines and sines of all positions, where others than the tokens' own are needed
 
 
 def cosines_and_sines(
