@@ -88,13 +88,12 @@ class Loader:
         full, names = (sum(sizes), self.shape.hidden), self._matrix_names(name)
         *cuts, last = self._cuts(full, sizes, wholes)
         weights = [*(self._matrix(name, full, cut) for cut in cuts), self._unrounded(name, full, last)]
-        weights = [self.times(weight, factor) for weight, factor in zip(weights, factors, strict=True)]
-        weights[-1] = self.dense(weights[-1])
-        if self.adapters is None:
-            return [Projection(weight, None) for weight in weights]
-        outputs = ((start, stop) for _, start, stop in (cut or (0, 0, full[0]) for cut in (*cuts, last)))
-        parts = (Part(names, full[0], *each, factor) for each, factor in zip(outputs, factors, strict=True))
-        return [Projection(weight, ColumnLora([part], full[1])) for weight, part in zip(weights, parts, strict=True)]
+        found = list[Projection]()
+        for weight, cut, factor in zip(weights, (*cuts, last), factors, strict=True):
+            _, start, stop = cut or (0, 0, full[0])
+            change = ColumnLora([Part(names, full[0], start, stop, factor)], full[1]) if self.adapters is not None else None
+            found.append(Projection(self.times(weight, factor), change))
+        return [*found[:-1], Projection(self.dense(found[-1].weight), found[-1].change)]
 
     def _cuts(self, full: tuple[int, ...], sizes: Sequence[int], wholes: Iterable[int]) -> list[Cut]:
         firsts = accumulate(sizes, initial=0)
