@@ -598,8 +598,11 @@ class Shape:
         biases = self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
         before = latent.beside(self.heads, ranks, self.hidden, self.qkv_bias) if latent else biases
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
-        of_heads = (self.has_sinks(window) + 2 * self.scalable_softmax) * heads
-        return before + self.output_bias * self.hidden + norms + of_heads
+        return before + self.output_bias * self.hidden + norms + self._of_heads(ranks, window)
+
+    def _of_heads(self, ranks: int, window: int) -> int:
+        """Of these, numbers for each head: sinks and scalable softmax."""
+        return (self.has_sinks(window) + 2 * self.scalable_softmax) * self.query_heads(window) // ranks
 
     def has_sinks(self, window: int) -> bool:
         """Whether heads of layers with this window have attention sinks."""
@@ -633,15 +636,12 @@ class Shape:
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """Bytes of all weights on one rank, with the rotary tables. packed: matrices are repacked, so that a tied table is held in
         both forms."""
-        wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
-        wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
+        wide = sum(mixture.floats(self.hidden) for mixture in self.mixtures if mixture) + self._waves
         wide += len(self.indexing) * self.index.wide(self.hidden) if self.index else 0
-        each = (
-            (self.has_sinks(window) + 2 * self.scalable_softmax) * count * self.query_heads(window)
-            for (window, _), count in self._alike.items()
-        )
-        wide += sum(each) // ranks + self._waves
-        wide += sum(count * latent.floats(self.hidden) for (_, latent), count in self._alike.items() if latent)
+        made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
+        for (window, latent), count in self._alike.items():
+            wide += count * (self._of_heads(ranks, window) + (latent.floats(self.hidden) if latent else 0))
+            made += count * self.qkv_bias * self._unbiased(ranks, window)
         if self.centered_norms and not self.layer_norms:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
@@ -652,8 +652,6 @@ class Shape:
         wide += self.precise_logits * (not self.tied) * self.vocabulary_slice(ranks) * self.hidden
         if self.recurrent:
             wide += len(self.recurrent.layers) * self.recurrent.wide(ranks)
-        made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
-        made += self.qkv_bias * sum(count * self._unbiased(ranks, window) for (window, _), count in self._alike.items())
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
         if self.ngrams:

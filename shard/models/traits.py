@@ -179,6 +179,10 @@ class Mixture:
         """Parameters of the router and the correction bias."""
         return self.routed * (hidden + self.biased + bool(self.correction))
 
+    def floats(self, hidden: int) -> int:
+        """Parameters held in float32: the router, if it is `wide`, its norm, and factors of the experts' weights."""
+        return self.wide * self.routing(hidden) + self.beside * (hidden + self.experts)
+
     def part(self, ranks: int) -> int:
         """Intermediate features of each expert on a rank. Quantization blocks of experts in one tensor are not split: the last
         ranks have fewer features, and zeros for the rest."""
