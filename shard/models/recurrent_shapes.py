@@ -47,14 +47,14 @@ class RecurrentShape(ABC):
 
     @abstractmethod
     def beside(self, ranks: int, hidden: int) -> int:
-        """Other parameters of a layer on a rank, what is `wide` included."""
+        """Other parameters of a layer on a rank, what is in `floats` included."""
 
     def memory(self, ranks: int) -> tuple[int, int, int]:
         """A layer's recurrent state of a sequence on a rank, besides the convolution's: heads, features of keys, features of
         values. In float32."""
         return 0, 0, 0
 
-    def wide(self, ranks: int) -> int:
+    def floats(self, ranks: int) -> int:
         """Parameters held in float32."""
         return 0
 
@@ -150,10 +150,10 @@ class LinearAttentionShape(RecurrentShape):
         return self.joint * (2 * self.value_heads // ranks + lora_elements([first])) + lora_elements([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
-        """Projections to beta and decay, the convolution, the norm, and what is `wide`."""
-        return 2 * self.value_heads // ranks * hidden + self.width * self.channels(ranks) + self.value_size + self.wide(ranks)
+        """Projections to beta and decay, the convolution, the norm, and what is in `floats`."""
+        return 2 * self.value_heads // ranks * hidden + self.width * self.channels(ranks) + self.value_size + self.floats(ranks)
 
-    def wide(self, ranks: int) -> int:
+    def floats(self, ranks: int) -> int:
         """Decay rates, and biases of decays."""
         return 2 * self.value_heads // ranks
 
@@ -183,11 +183,11 @@ class StateSpaceShape(LinearAttentionShape):
         return apart * hidden + self.value_heads // ranks + lora_elements([first]) + lora_elements([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
-        """Projections to time steps, the convolution, the norm, and what is `wide`."""
+        """Projections to time steps, the convolution, the norm, and what is in `floats`."""
         heads, channels = self.value_heads // ranks, self.channels(ranks)
-        return heads * hidden + (self.width + 1) * channels + self.normal * heads * self.value_size + self.wide(ranks)
+        return heads * hidden + (self.width + 1) * channels + self.normal * heads * self.value_size + self.floats(ranks)
 
-    def wide(self, ranks: int) -> int:
+    def floats(self, ranks: int) -> int:
         """Decay rates, biases of time steps, and the skip connection (D)."""
         return 3 * self.value_heads // ranks
 
@@ -222,11 +222,11 @@ class KimiDeltaShape(LinearAttentionShape):
         return 6 * (gating + lora_elements([first])) + lora_elements([(own, few, few)] * 2) + lora_elements([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
-        """Projections to beta, the low-rank ones of decays and gates, the convolution, the norm, and what is `wide`."""
+        """Projections to beta, the low-rank ones of decays and gates, the convolution, the norm, and what is in `floats`."""
         heads, few, own = self.value_heads // ranks, self.value_size, self.sizes[-1] // ranks
         made = (heads + 2 * few) * hidden + 2 * few * own
-        return made + self.width * self.channels(ranks) + few + self.wide(ranks)
+        return made + self.width * self.channels(ranks) + few + self.floats(ranks)
 
-    def wide(self, ranks: int) -> int:
+    def floats(self, ranks: int) -> int:
         """Decay rates of heads, and decay biases of features."""
         return (self.value_heads + self.sizes[-1]) // ranks

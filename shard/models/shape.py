@@ -637,7 +637,7 @@ class Shape:
         """Bytes of all weights on one rank, with the rotary tables. packed: matrices are repacked, so that a tied table is held in
         both forms."""
         wide = sum(mixture.floats(self.hidden) for mixture in self.mixtures if mixture) + self._waves
-        wide += len(self.indexing) * self.index.wide(self.hidden) if self.index else 0
+        wide += len(self.indexing) * self.index.floats(self.hidden) if self.index else 0
         made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
         for (window, latent), count in self._alike.items():
             wide += count * (self._of_heads(ranks, window) + (latent.floats(self.hidden) if latent else 0))
@@ -646,12 +646,12 @@ class Shape:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
             wide += 2 * len(self.blocks.layers) * self.blocks.size if self.blocks else 0
-        wide += self.hyper.wide(self.hidden, self.layers) if self.hyper else 0
-        wide += self.ngrams.wide(self.hidden) if self.ngrams else 0
-        wide += self.layers * self.altup.wide(self.hidden) if self.altup else 0
+        wide += self.hyper.floats(self.hidden, self.layers) if self.hyper else 0
+        wide += self.ngrams.floats(self.hidden) if self.ngrams else 0
+        wide += self.layers * self.altup.floats(self.hidden) if self.altup else 0
         wide += self.precise_logits * (not self.tied) * self.vocabulary_slice(ranks) * self.hidden
         if self.recurrent:
-            wide += len(self.recurrent.layers) * self.recurrent.wide(ranks)
+            wide += len(self.recurrent.layers) * self.recurrent.floats(ranks)
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
         if self.ngrams:

@@ -226,13 +226,13 @@ class Index:
         inputs = hidden if self.streaming else queries
         return [(self.heads * self.size, inputs, inputs), (self.size, hidden, hidden)]
 
-    def wide(self, hidden: int) -> int:
+    def floats(self, hidden: int) -> int:
         """Elements held in float32: the head weights' projection, scalable softmax, and the biases of gates."""
         return self.heads * (hidden + 2 * self.scalable_softmax) + self.pool * self.size
 
     def beside(self, hidden: int) -> int:
-        """Other parameters: norms of keys and of the queries' input, gates, and what is `wide`."""
-        return 2 * (self.size + self.streaming * hidden) + bool(self.pool) * self.size * hidden + self.wide(hidden)
+        """Other parameters: norms of keys and of the queries' input, gates, and what is in `floats`."""
+        return 2 * (self.size + self.streaming * hidden) + bool(self.pool) * self.size * hidden + self.floats(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +259,7 @@ class HyperConnections:
         last = 0 if self.averaged else self.count * each + 1
         return 2 * layers * (count * each + len(self.kinds)) + last
 
-    def wide(self, hidden: int, layers: int) -> int:
+    def floats(self, hidden: int, layers: int) -> int:
         """Of these, elements held in float32."""
         return self.elements(hidden, layers)
 
@@ -276,9 +276,9 @@ class GatedHyperConnections(HyperConnections):
     def elements(self, hidden: int, layers: int) -> int:
         """As that of `HyperConnections`."""
         all_streams = self.count * hidden
-        return (2 * layers + 1) * 2 * self.rank * all_streams + 2 * layers * self.count * all_streams + self.wide(hidden, layers)
+        return (2 * layers + 1) * 2 * self.rank * all_streams + 2 * layers * self.count * all_streams + self.floats(hidden, layers)
 
-    def wide(self, hidden: int, layers: int) -> int:
+    def floats(self, hidden: int, layers: int) -> int:
         """Elements held in float32: gains of norms."""
         return (2 * layers + 1) * self.count * hidden
 
@@ -291,13 +291,13 @@ class AltUpShape:
     active: int = 0  # index of the stream that is computed
     scaled: bool = True  # per-layer inputs are gated by that stream times gains of the layer
 
-    def wide(self, hidden: int) -> int:
+    def floats(self, hidden: int) -> int:
         """Elements per layer held in float32: router, prediction and correction coefficients."""
         return self.count * (hidden + self.count * (1 + self.count))
 
     def elements(self, hidden: int, layers: int) -> int:
         """Parameters of all layers, and of the projections from one stream to several and back."""
-        return layers * (self.wide(hidden) + 2 * hidden) + 2 * (self.count - 1) * hidden**2
+        return layers * (self.floats(hidden) + 2 * hidden) + 2 * (self.count - 1) * hidden**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
