@@ -75,10 +75,8 @@ class Layer(Holder):
         self.index, self.shape = index, shape = load.index, load.shape
         self.ranks = load.ranks
         self.window = shape.windows[index]
-        has_attention, has_mlp = index not in shape.without_attention, index not in shape.without_mlp
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
-            load.gains(name, shape.hidden) if name and there else None
-            for name, there in zip(shape.norm_names(index), (has_attention, has_attention, has_mlp, has_mlp), strict=True)
+            load.gains(name, shape.hidden) if name else None for name in shape.norm_names(index)
         )
         if shape.residual_factor != shape.weight_factor:
             self.attention_norm, self.last_norm = (
@@ -93,7 +91,7 @@ class Layer(Holder):
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.per_layer = PerLayerInput(load, shape.inputs) if shape.inputs else None
         self.ngrams = NgramLayer(load, shape.ngrams) if shape.ngrams and index in shape.ngrams.layers else None
-        self.mlp = self._mlp(load) if has_mlp else None
+        self.mlp = self._mlp(load) if index not in shape.without_mlp else None
 
     def _readers(self, load: Loader) -> Iterator[TokenMixer]:
         kept = self.shape.recurrent

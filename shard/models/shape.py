@@ -374,13 +374,15 @@ class Shape:
         return (1 if self.parallel else 2) * self.layers - len(self.without_attention) - len(self.without_mlp) + told
 
     def norm_names(self, layer: int) -> tuple[str, str, str, str]:
-        """As `norms`, for this layer."""
+        """As `norms`, for this layer; "": none, also where the layer has no attention, or no MLP."""
         sparse = self.mixtures[layer] is not None
         remembers = self.recurrent_norms and self.recurrent and layer in self.recurrent.layers
         before, behind, mlp, last = (remembers and self.recurrent_norms) or self.norms
         if self.norm_gates:  # norms are submodules of what has gates, too
             before, mlp = f"{before}.norm", f"{mlp}.norm" if sparse else mlp
-        return before, behind, mlp, last or (self.experts_norm if sparse else "")
+        around_attention = (before, behind) if layer not in self.without_attention else ("", "")
+        around_mlp = (mlp, last or (self.experts_norm if sparse else "")) if layer not in self.without_mlp else ("", "")
+        return *around_attention, *around_mlp
 
     def gated_norms(self, layer: int) -> list[str]:
         """Names of this layer's gated norms, before attention and before the MLP; "": the norm there has no gate."""
@@ -389,11 +391,8 @@ class Shape:
     @property
     def norm_count(self) -> int:
         """The number of all norms, before, in and after the layers."""
-        found = bool(self.last_norm) + bool(self.first_norm)
-        for layer in range(self.layers):
-            before, behind, mlp, last = map(bool, self.norm_names(layer))
-            found += (layer not in self.without_attention) * (before + behind) + (layer not in self.without_mlp) * (mlp + last)
-        return found
+        names = self.first_norm, self.last_norm, *(name for layer in range(self.layers) for name in self.norm_names(layer))
+        return sum(map(bool, names))
 
     @property
     def weight_factor(self) -> float:
