@@ -153,7 +153,7 @@ def _layout_of(decoder: Decoder, cache: Cache) -> AttentionLayout:
         latent=shape.latent.size if shape.latent else 0,
         expansion=expansion_of(decoder),
         softcap=shape.softcap,
-        sinks=shape.sinks,
+        sinks=shape.sinks != "",
         most=shape.most,
         block=shape.blocks.block if shape.blocks else 0,
         members=shape.pool,

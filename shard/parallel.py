@@ -1,4 +1,5 @@
-"""Tensor-parallel process group: all-reduce, gather and broadcast among the ranks. Knows torch.distributed, no model.
+"""Tensor-parallel process group: all-reduce, gather and broadcast among the ranks, and look-ups in tables that they share. Knows
+torch.distributed, no model.
 
 With one rank everything here does nothing, and torch.distributed is not started.
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as distributed
 from torch import Tensor
+from torch.nn import functional
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +86,15 @@ class Ranks:
         elif self.size > 1:
             distributed.all_reduce(x)
         return x
+
+    def look_up(self, table: Tensor, rows: Tensor) -> Tensor:
+        """These rows of a table, [*rows.shape, features], of which each rank has as many, one rank's after another's."""
+        if self.size == 1:
+            return functional.embedding(rows, table)
+        own = rows - self.rank * len(table)
+        elsewhere = (own < 0) | (own >= len(table))
+        found = functional.embedding(own.masked_fill(elsewhere, 0), table)
+        return self.all_reduce(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
     def gather(self, x: Tensor) -> Tensor | None:
         """On rank 0: all ranks' x [rows, n] side by side, [rows, size * n]. Elsewhere: None."""

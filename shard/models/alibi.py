@@ -9,7 +9,7 @@ from torch.nn import functional
 from .shape import Shape, Unsupported
 
 
-def table_of(shape: Shape, rank: int, ranks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def alibi_biases(shape: Shape, rank: int, ranks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The biases that positions add to products with keys of this rank's heads, split into addends: [positions, heads,
     Alibi.features]. Raises Unsupported for biases beyond the range of `dtype`."""
     assert shape.alibi is not None
@@ -34,7 +34,7 @@ def _parts(whole: Tensor, count: int, dtype: torch.dtype) -> Tensor:
 
 def widened(joint: Tensor, alibi_bias: Tensor, size: int) -> Tensor:
     """joint: a step's queries, keys and values, as many heads of each, concatenated, [tokens, heads of all * size]; alibi_bias:
-    rows of `table_of`. Returns the same with the biases appended to keys, ones to queries, and zeros to values."""
+    rows of `alibi_biases`. Returns the same with the biases appended to keys, ones to queries, and zeros to values."""
     heads, more = alibi_bias.shape[1:]
     every = functional.pad(joint.view(len(joint), 3 * heads, size), (0, more))
     every[:, :heads, size:] = 1

@@ -13,6 +13,7 @@ from ...kernels.linear import Weight
 from ...kernels.operations import rms_norm
 from ...kernels.reference import lane_invariant
 from ..parallel import Ranks
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 from .traits import AltUpShape
@@ -20,16 +21,16 @@ from .traits import AltUpShape
 LEAST = 1e-5  # least mean square by which a stream is divided
 
 
-class AltUp:
+class AltUp(Holder):
     """The prediction and correction of one layer."""
 
     def __init__(self, load: Loader, how: AltUpShape) -> None:
         count, hidden = how.count, load.shape.hidden
         self.how, self._epsilon = how, load.shape.norm_epsilon
         self.norm = load.gains("altup.router_norm", hidden)
-        self.router = Weight(load.all_bits("altup.modality_router", count).float() / hidden, None, load.exact)
+        self.router = Weight(load.unrounded_matrix("altup.modality_router", count).float() / hidden, None, load.exact)
         self.prediction, self.correction = (
-            Weight(load.all_bits(f"altup.{name}_coefs", outputs, count).float(), None, load.exact)
+            Weight(load.unrounded_matrix(f"altup.{name}_coefs", outputs, count).float(), None, load.exact)
             for name, outputs in (("prediction", count**2), ("correction", count))
         )
         self.scale = load.source.tensor(f"{load.prefix}altup.correct_output_scale", (hidden,))
@@ -51,14 +52,14 @@ class AltUp:
         return lane_invariant(torch.tanh, self.router(rms_norm(x.contiguous(), self.norm, self._epsilon).float()))
 
 
-class Ends:
+class Ends(Holder):
     """The projections from the embedding to all streams, and from all streams to one after the last layer; each stream is scaled to
     the magnitude of the first."""
 
     def __init__(self, load: Loader, how: AltUpShape) -> None:
         hidden, others = load.shape.hidden, range(how.count - 1)
         self.first, self.last = (
-            [load.laid_out(load.all_bits(f"altup_{name}projections.{i}", hidden), None) for i in others]
+            [load.laid_out(load.unrounded_matrix(f"altup_{name}projections.{i}", hidden)) for i in others]
             for name in ("", "unembed_")
         )
 

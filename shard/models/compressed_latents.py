@@ -8,20 +8,22 @@ from ...kernels.compressed import EntrySelection
 from ...kernels.entries import EntryParameters, write_entries, write_series
 from ...kernels.partial_rotary import rotate_last, write_keys
 from ...kernels.ragged import AttentionOptions, attention, attention_with_entries, completed_entries
+from ..cache import Cache
 from ..step import Step
 from .compression import CompressedLatent
+from .holder import Holder
 from .latents import LatentAttention, PerHeadWeight
 from .loader import Loader
-from .lora import side_by_side
 from .rotary import Places
 from .stream import Stream
+from .token_mixer import TokenMixer
 
 QUERIES, MORE_QUERIES, KEYS = (f"self_attn.{name}_proj" for name in ("q_a", "q_b", "kv"))
 COMPRESSOR = "self_attn.compressor"
 INDEXER = f"{COMPRESSOR}.indexer"
 
 
-class Compressor:
+class Compressor(Holder):
     """Computes a layer's compressed entries, and the index that selects among them. Every rank has all of it."""
 
     def __init__(self, load: Loader, latent: CompressedLatent, order: Tensor, index_order: Tensor) -> None:
@@ -33,13 +35,13 @@ class Compressor:
             if name == COMPRESSOR or latent.indexed:
                 parts += _matrices(load, name, own, series)
                 self.makings.append(_making(load, name, own, first, series, latent))
-        self.inward = load.laid_out(torch.cat(parts), None)
+        self.inward = load.laid_out(torch.cat(parts))
         self.tensors = [tensor for making in self.makings for tensor in (making.places, making.gains)]
         self.query = self.weights = None
         if latent.indexed:
             name, size = f"{INDEXER}.q_b_proj", latent.index_heads * latent.index_size
             places = torch.arange(size).view(latent.index_heads, -1)[:, index_order].flatten()
-            self.query = load.laid_out(load.matrix(name, size, latent.queries, whole=True)[places], None)
+            self.query = load.laid_out(load.matrix(name, size, latent.queries, whole=True)[places])
             self.weights = load.whole(f"{INDEXER}.scorer.weights_proj", latent.index_heads, wide=True)
 
     def __call__(self, x: Tensor, made: Tensor, stream: Stream, places: Places, step: Step, layer: Tensor) -> EntrySelection | None:
@@ -67,7 +69,7 @@ def _matrices(load: Loader, name: str, order: Tensor, series: int) -> list[Tenso
     """The projections in the order of a slot: values and gates of the series of an entry's own tokens, then those of the
     overlapping series, which the checkpoint has first."""
     size = len(order)
-    both = [load.all_bits(f"{name}.{part}_proj", series * size).view(series, size, -1).flip(0) for part in ("kv", "gate")]
+    both = [load.unrounded_matrix(f"{name}.{part}_proj", series * size).view(series, size, -1).flip(0) for part in ("kv", "gate")]
     return [part[number][order] for number in range(series) for part in both]
 
 
@@ -81,23 +83,21 @@ def _making(load: Loader, name: str, order: Tensor, first: int, series: int, lat
 class CompressedAttention(LatentAttention):
     """DeepSeek V4's attention of one layer, in the place of `HeadAttention`."""
 
-    def __init__(self, load: Loader, latent: CompressedLatent, window: int) -> None:
-        shape, size = load.shape, latent.size
-        self.shape, self.latent, self.window = shape, latent, window
+    def __init__(self, load: Loader) -> None:
+        TokenMixer.__init__(self, load)
+        shape, latent = self.shape, self.shape.latent_of(self.index)
+        assert isinstance(latent, CompressedLatent)
+        self.latent, size = latent, latent.size
         asked = shape.heads * size
         order, queries = self._order(size, latent.plain), self._order(asked // load.ranks.size, latent.plain)
-        first = load.matrix(QUERIES, latent.queries, shape.hidden, whole=True)
-        keys = load.matrix(KEYS, size, shape.hidden, whole=True)[order]
-        changes = (
-            load.lora([QUERIES], [latent.queries], wholes=(latent.queries,)),
-            load.lora([KEYS], [size], wholes=(size,), order=order),
+        self.inward = load.fused(
+            load.projection([QUERIES], [latent.queries], wholes=[latent.queries]),
+            load.projection([KEYS], [size], wholes=[size], order=order),
         )
-        self.inward = load.laid_out(load.joined([first, keys]), None, side_by_side(*changes))
-        changed = load.lora([MORE_QUERIES], [asked], order=queries, inputs=latent.queries)
-        self.query = load.laid_out(load.matrix(MORE_QUERIES, asked, latent.queries)[queries], None, changed)
+        self.query = load.fused(load.projection([MORE_QUERIES], [asked], order=queries, inputs=latent.queries))
         self.query_norm = load.gains("self_attn.q_a_norm", latent.queries)
         self.latent_norm = load.gains("self_attn.kv_norm", size)[order]
-        self.sinks = load.each_head("self_attn.sinks", shape.heads)
+        self.sinks = load.each_head(f"self_attn.{shape.sinks}", shape.heads)
         self.heads = shape.heads // load.ranks.size
         self.to_values = PerHeadWeight(self._to_groups(load, latent), load.exact)
         self.indexer = None
@@ -111,8 +111,7 @@ class CompressedAttention(LatentAttention):
         """The output projection of this rank's head groups, or its part of a group: [groups, attention output of its heads,
         rank]."""
         each, rank = self.shape.heads // latent.groups * latent.size, latent.rank  # of a whole group
-        start, stop = load.own(latent.groups * rank, rank)
-        found = load.part_of_outputs("self_attn.o_a_proj", (latent.groups * rank, each), start, stop)
+        found = load.unrounded(["self_attn.o_a_proj"], [latent.groups * rank], [rank], each)
         found = found[:, self._order(each, latent.plain)].view(-1, rank, each)
         own = self.heads * latent.size
         if own < each:
@@ -120,17 +119,11 @@ class CompressedAttention(LatentAttention):
             found = found[:, :, first : first + own]
         return found.transpose(1, 2).contiguous()
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """See `LatentAttention`."""
-        found = self, self.to_values, self.compressor
-        return tuple(part for part in found if part is not None)
-
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """See `HeadAttention`: [tokens, this rank's groups * rank]."""
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's groups * rank]."""
         assert self.query is not None
         assert self.latent_norm is not None
-        size, epsilon = self.latent.size, self.latent.epsilon
+        size, epsilon, layer = self.latent.size, self.latent.epsilon, cache.layers[self.index]
         x = stream.normalized(norm) if self.compressor else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         made = self._normalized(joint[:, :-size])

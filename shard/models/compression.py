@@ -66,28 +66,23 @@ class CompressedLatent(Latent):
         indexed = layer in self.overlapping
         return replace(self, rate=self.rates[layer], indexed=indexed, rates=(), overlapping=frozenset())
 
-    def own_groups(self, ranks: int) -> int:
-        """The number of head groups of which a rank has heads."""
-        return max(1, self.groups // ranks)
-
     def undivided(self, heads: int, ranks: int) -> str:
         """As of `Latent`."""
         return f"{self.groups} groups of heads" if self.groups % ranks and ranks % self.groups else ""
 
     def matrices(self, heads: int, ranks: int, hidden: int, gates: int) -> Matrices:
         """As of `Latent`, without the projections from heads to groups, and those of entries: they are not quantized."""
-        own, back = heads // ranks * self.size, self.own_groups(ranks) * self.rank
+        own, groups = heads // ranks * self.size, max(1, self.groups // ranks)  # groups of which the rank has heads
         return [
             (self.queries + self.size, hidden, hidden),
             (own, self.queries, self.queries),
-            (hidden, self.groups * self.rank, back),
+            (hidden, self.groups * self.rank, groups * self.rank),
         ]
 
     def beside(self, heads: int, ranks: int, hidden: int, biased: bool) -> int:
         """As of `Latent`."""
         found = self.queries + self.size + heads // ranks * self.size * self.rank + self.series * hidden + self.floats(hidden)
-        norms = self.size * (self.rate > 0) + self.index_size * self.indexed
-        return found + norms + sum(outputs * inputs for outputs, inputs, _ in self.choosing)
+        return found + self.size * (self.rate > 0) + self.index_size * self.indexed
 
     def floats(self, hidden: int) -> int:
         """As of `Latent`: the position biases of gates within an entry, and the head weights of the index."""

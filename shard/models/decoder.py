@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...kernels.adapters import RowAdapters, choose
 from ...kernels.indexed import TokenSelection
@@ -19,7 +18,7 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import ImageTokens, Step
 from ..weights import Source
-from .alibi import table_of as leanings_of
+from .alibi import alibi_biases
 from .altup import AltUp, AltUpStream, Ends
 from .compressed_latents import CompressedAttention
 from .compression import CompressedLatent
@@ -29,13 +28,14 @@ from .gated_latents import GatedLatentAttention
 from .gated_norms import GatedStream, NormGate
 from .hash_routing import HashRoutedExperts
 from .heads import HeadAttention, SharedKeyAttention
+from .holder import Holder, held
 from .hyper_stream import HyperStream
 from .indexed_heads import SparseHeadAttention
 from .kimi_linear_attention import KimiDeltaAttention
 from .latents import LatentAttention
 from .laurel import LaurelBlock
 from .layer_inputs import PerLayerEmbedding, PerLayerInput
-from .linear_attention import GatedDelta, RecurrentAttention
+from .linear_attention import GatedDelta
 from .loader import Loader
 from .lora import LoraAdapters
 from .mlp import (
@@ -50,17 +50,17 @@ from .mlp import (
 )
 from .ngram_layers import NgramHasher, NgramLayer
 from .olmo_linear_attention import OlmoGatedDelta
-from .recurrent_shapes import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape
+from .recurrent_shapes import KimiDeltaShape, LinearAttentionShape, RecurrentShape, ShortConvolutionShape, StateSpaceShape
 from .renamed import EitherSource, LegacySource, PairedSource
-from .rotary import Places, PoolRotary, log_positions, nope_query_scales, query_scales, resized
-from .rotary import table_of as angles_of
+from .rotary import Places, PoolRotary, cosines_and_sines, log_positions, query_scales, resized
 from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
 from .shortcuts import ShortcutExperts, ShortcutMlp, ShortcutStream
 from .state_spaces import Mamba2
 from .stream import Stream
 from .taps import Taps
-from .traits import GatedHyperConnections, PoolIndex, Rope
+from .token_mixer import TokenMixer
+from .traits import GatedHyperConnections, HeadIndex, Rope
 from .vision import Vision
 
 OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
@@ -68,18 +68,15 @@ OUTPUTS = ("lm_head.weight", "language_model.lm_head.weight")
 ROOTS = ("model.", "language_model.model.", "model.language_model.", "model.text_model.", "backbone.")
 
 
-class Layer:
+class Layer(Holder):
     """A decoder layer: attention and MLP, each with pre-norm, post-norm or both, added to the residual stream."""
 
-    def __init__(self, index: int, shape: Shape, load: Loader) -> None:
-        self.index = index
-        self.shape = shape
+    def __init__(self, load: Loader) -> None:
+        self.index, self.shape = index, shape = load.index, load.shape
         self.ranks = load.ranks
         self.window = shape.windows[index]
-        has_attention, has_mlp = index not in shape.without_attention, index not in shape.without_mlp
         self.input_norm, self.attention_norm, self.mlp_norm, self.last_norm = (
-            load.gains(name, shape.hidden) if name and there else None
-            for name, there in zip(shape.norm_names(index), (has_attention, has_attention, has_mlp, has_mlp), strict=True)
+            load.gains(name, shape.hidden) if name else None for name in shape.norm_names(index)
         )
         if shape.residual_factor != shape.weight_factor:
             self.attention_norm, self.last_norm = (
@@ -90,36 +87,31 @@ class Layer:
         self.norm_gates = [NormGate(load, name, shape.norm_gates) if name else None for name in shape.gated_norms(index)]
         self.altup = AltUp(load, shape.altup) if shape.altup else None
         self.laurel = LaurelBlock(load, shape.laurel) if shape.laurel else None
-        self.attention = self._attention(load) if has_attention else None
-        kept = shape.recurrent
-        along = kept is not None and kept.along and index in kept.layers
-        # Linear attention or state spaces beside attention, after the same norm.
-        self.memory = _remembered(load, kept) if kept and along else None
+        self.readers = tuple(self._readers(load))  # attention, linear attention, or both side by side, after the same norm
         self.factor = load.number("layer_scalar") if shape.layer_factors else 1.0
         self.per_layer = PerLayerInput(load, shape.inputs) if shape.inputs else None
-        self.ngrams = NgramLayer(load, shape.ngrams, index) if shape.ngrams and index in shape.ngrams.layers else None
-        self.mlp = self._mlp(load) if has_mlp else None
+        self.ngrams = NgramLayer(load, shape.ngrams) if shape.ngrams and index in shape.ngrams.layers else None
+        self.mlp = self._mlp(load) if index not in shape.without_mlp else None
 
-    def _attention(self, load: Loader) -> HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention:
+    def _readers(self, load: Loader) -> Iterator[TokenMixer]:
         kept = self.shape.recurrent
-        if self.index >= self.shape.with_keys:
-            return SharedKeyAttention(load, self.window)
-        if kept and not kept.along and self.index in kept.layers:
-            return _remembered(load, kept)
-        latent = self.shape.latent_of(self.index)
+        if self.index in self.shape.attending:
+            yield self._attention(load)
+        if kept and self.index in kept.layers:
+            yield _remembered(load, kept)
+
+    def _attention(self, load: Loader) -> TokenMixer:
+        shape, latent = self.shape, self.shape.latent_of(self.index)
+        if self.index >= shape.with_keys:
+            return SharedKeyAttention(load)
         if isinstance(latent, CompressedLatent):
-            return CompressedAttention(load, latent, self.window)
+            return CompressedAttention(load)
         if latent:
-            return (GatedLatentAttention if latent.gated else LatentAttention)(
-                load, latent, self.window, self.index in self.shape.indexing
-            )
-        blocks, turned = self.shape.blocks, self.index not in self.shape.nope_layers
-        if blocks and self.index in blocks.layers:
-            return SparseHeadAttention(load, blocks, self.window, turned)
-        return HeadAttention(load, self.window, turned)
+            return (GatedLatentAttention if latent.gated else LatentAttention)(load)
+        return (SparseHeadAttention if shape.blocks and self.index in shape.blocks.layers else HeadAttention)(load)
 
     def _mlp(self, load: Loader) -> Mlp | MixtureOfExperts:
-        mixture = self.shape.mixtures[self.index] if self.shape.mixtures else None
+        mixture = self.shape.mixtures[self.index]
         if mixture:
             kinds = (
                 (mixture.beside, ParallelExperts),
@@ -138,9 +130,9 @@ class Layer:
         return (UngatedMlp if self.shape.ungated else Mlp)(load, self.shape.width(self.index))
 
     @property
-    def readers(self) -> tuple[HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention, ...]:
-        """The layer's token mixers: attention, linear attention, or both side by side."""
-        return tuple(reader for reader in (self.attention, self.memory) if reader is not None)
+    def attention(self) -> TokenMixer | None:
+        """Its attention, or what it has in its place."""
+        return self.readers[0] if self.readers else None
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """The outputs of the token mixers for `transform`, [tokens, features] each. Writes keys and values to the cache, or updates
@@ -150,7 +142,7 @@ class Layer:
             assert places.rows is not None
             self.ngrams(stream, places.rows, step, cache.ngrams[self.index])
         self._turn(stream, 0)
-        return [self._read(reader, stream, step, places, cache) for reader in self.readers]
+        return [reader(stream, self.input_norm, step, places, cache) for reader in self.readers]
 
     def _turn(self, stream: Stream, part: int) -> None:
         if self.mixings:
@@ -162,21 +154,6 @@ class Layer:
         if self.altup and part == 0:
             assert isinstance(stream, AltUpStream)
             stream.predict(self.altup)
-
-    def _read(
-        self,
-        reader: HeadAttention | SharedKeyAttention | LatentAttention | RecurrentAttention,
-        stream: Stream,
-        step: Step,
-        places: Places,
-        cache: Cache,
-    ) -> Tensor:
-        if isinstance(reader, RecurrentAttention):
-            return reader(stream, self.input_norm, step, cache.states[self.index])
-        where = stream, self.input_norm, step, places, cache.layers[self.index]
-        if isinstance(reader, SparseHeadAttention):
-            return reader.choose(*where, cache.index_keys[self.index])
-        return reader(*where)
 
     def project(self, stream: Stream) -> None:
         """Runs only the projections before attention, to compile them."""
@@ -237,24 +214,14 @@ class Decoder:
         self.ranks = ranks
         self.invariant = exact is Invariance.INVARIANT
         self.adapters = adapters or LoraAdapters()
-        loaded = self.adapters if self.adapters.names else None
         self.kept: Taps | None = None  # set for a draft model that reads this model's features
         source = LegacySource(source, shape, shape.layout) if shape.layout else source
         source = PairedSource(source, shape.paired) if shape.paired else source
         source = EitherSource(source, shape.aliases) if shape.aliases else source
         source = DeepseekV4Names(source) if shape.original else source
-        root = self._root(source)
-        load = Loader(source, shape, ranks, root, exact)
+        load = Loader(source, shape, ranks, self._root(source), exact, self.adapters if self.adapters.names else None)
         self.embedding = self._table(load)
-        self.layers = [
-            self.LAYER(index, shape, Loader(source, shape, ranks, f"{root}layers.{index}.", exact, loaded))
-            for index in range(shape.layers)
-        ]
-        for layer in self.layers:
-            if isinstance(layer.attention, SharedKeyAttention):
-                seen = self.layers[shape.source(layer.index)].attention
-                assert isinstance(seen, HeadAttention)
-                layer.attention.scales = seen.scales
+        self.layers = [self.LAYER(load.layer(index)) for index in range(shape.layers)]
         self.positions = load.positions() if shape.learned is not None else None
         self.inputs = PerLayerEmbedding(load, shape.inputs) if shape.inputs else None
         self.adapters.check()
@@ -266,18 +233,19 @@ class Decoder:
         self.ends = Ends(load, shape.altup) if shape.altup else None
         self.head = self._output(load)
         size, dtype = shape.turning_size(0), self.embedding.dtype
-        of = partial(angles_of, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
+        of = partial(cosines_and_sines, positions=shape.turned_positions, dtype=dtype, device=device, turned=shape.turned(0))
         still = partial(of, Rope(), size, positions=1)  # the table at position 0 rotates nothing
         # Logarithms of learned frequency factors.
         self.waves = load.wide("rotary_emb.alpha", shape.turned(0) // 2) if shape.rope.learned else None
         factors = self.waves.exp() if self.waves is not None else None
         self.rotary = of(shape.rope, size, factors=factors) if shape.turns else still()
-        self.query_scale = query_scales(shape.rope, shape.max_positions, dtype, device)
-        self.nope_query_scale = nope_query_scales(shape.nope_query_scale, shape.max_positions, dtype, device)
+        self.query_scale, self.nope_query_scale = (
+            query_scales(tuning, shape.max_positions, dtype, device) for tuning in (shape.rope.query_scale, shape.nope_query_scale)
+        )
         self.logarithms = log_positions(shape.max_positions, dtype, device) if shape.scalable_softmax else None
         near = max(shape.windows)
         self.local_rotary = of(shape.local_rope, shape.turning_size(near), turned=shape.turned(near)) if shape.local_rope else None
-        self.alibi_table = leanings_of(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
+        self.alibi_table = alibi_biases(shape, ranks.rank, ranks.size, dtype, device) if shape.alibi else None
         self.identity_rotary = still() if shape.nope_layers and shape.turns else None
         self.vision: Vision | None = None  # the image encoder, if images are enabled
         self._axes = _axes_of(shape, size, device) if shape.rope.axes else None
@@ -328,13 +296,7 @@ class Decoder:
         rows = self.embed(step.tokens)
         if self.positions is not None:
             rows.add_(self.positions.index_select(0, step.positions))
-        return self._told_tokens(self._stream(rows, chosen), step.tokens)
-
-    def _told_tokens(self, stream: Stream, tokens: Tensor) -> Stream:
-        """The same stream, with the token ids for hash-routed experts."""
-        if isinstance(stream, HyperStream):
-            stream.tokens = tokens
-        return stream
+        return self._stream(rows, chosen, step.tokens)
 
     def _outcome(self, stream: Stream) -> Tensor:
         if isinstance(stream, HyperStream):
@@ -361,19 +323,26 @@ class Decoder:
         alibi_bias, logarithms = (
             table.index_select(0, step.positions) if table is not None else None for table in (self.alibi_table, self.logarithms)
         )
-        choosing: list[TokenSelection | None] = []
+        choosing, pools = list[TokenSelection | None](), self._pools(step)
         rows = self.ngrams(step) if self.ngrams is not None else {}
-        pools = self._pools(step)
-        every = self.rotary if self.shape.compressed else None
         return [
-            Places(*each, alibi_bias, logarithms, choosing, pools, rows.get(layer), every)
-            for layer, each in enumerate(zip(self._turnings(step), self._growths(step), strict=True))
+            Places(
+                rotary=rotary,
+                query_scale=query_scale,
+                alibi_bias=alibi_bias,
+                logarithms=logarithms,
+                choosing=choosing,
+                pools=pools,
+                rows=rows.get(layer),
+                every=self.rotary if self.shape.compressed else None,
+            )
+            for layer, (rotary, query_scale) in enumerate(zip(self._turnings(step), self._growths(step), strict=True))
         ]
 
     def _pools(self, step: Step) -> PoolRotary | None:
         """Cosines and sines for an index with keys of its own beside attention's; None if there is no such index."""
         index = self.shape.blocks
-        if not isinstance(index, PoolIndex):
+        if index is None or not index.pool:
             return None
         own = self._resized(index, step.positions, step.turned)
         if index.pool == 1:
@@ -382,7 +351,7 @@ class Decoder:
             return PoolRotary(own, self._resized(index, (step.positions - (index.pool - 1)).clamp_(min=0), None))
         return PoolRotary(own, self._resized(index, step.firsts[0], step.firsts[1:]))
 
-    def _resized(self, index: PoolIndex, positions: Tensor, others: Tensor | None) -> Tensor:
+    def _resized(self, index: HeadIndex, positions: Tensor, others: Tensor | None) -> Tensor:
         """As `_turned`, for the heads of an index."""
         return resized(self._turned(positions, others), self.shape.turned(0), index.size)
 
@@ -414,23 +383,15 @@ class Decoder:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token embeddings: [tokens, hidden]."""
-        rows = self._looked_up(tokens)
+        rows = self.ranks.look_up(self.embedding, tokens)
         rows = rows if self._factor == 1 else rows.mul_(self._factor)
         return rows if self.first_norm is None else self._stream(rows).normalized(self.first_norm)
 
-    def _looked_up(self, tokens: Tensor) -> Tensor:
-        if self.ranks.size == 1:
-            return functional.embedding(tokens, self.embedding)
-        own = tokens - self.ranks.rank * len(self.embedding)
-        elsewhere = (own < 0) | (own >= len(self.embedding))
-        rows = functional.embedding(own.masked_fill(elsewhere, 0), self.embedding)
-        return self.ranks.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
-
-    def _stream(self, sums: Tensor, chosen: RowAdapters | None = None) -> Stream:
+    def _stream(self, sums: Tensor, chosen: RowAdapters | None = None, tokens: Tensor | None = None) -> Stream:
         shape = self.shape
         if shape.hyper:
             several = GatedHyperStream if isinstance(shape.hyper, GatedHyperConnections) else HyperStream
-            return several(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen)
+            return several(sums, self.ranks, shape.norm_epsilon, shape.hyper.count, chosen, tokens)
         if self.ends is not None:
             return AltUpStream(sums, self.ranks, shape.norm_epsilon, shape.gelu, self.ends, chosen)
         kind = ShortcutStream if shape.paired else GatedStream if shape.norm_gates else Stream
@@ -446,14 +407,14 @@ class Decoder:
     def _output(self, load: Loader) -> Weight:
         """The LM head. Raises Unsupported if it is tied to the embedding table, and the checkpoint has a different one all the
         same."""
-        name = next((name for name in OUTPUTS if load.source.has(name)), OUTPUTS[0])
+        name = next(filter(load.source.has, OUTPUTS), OUTPUTS[0])
         bias = load.table_bias(name) if self.shape.logit_bias else None
         if not self.shape.tied:
             return Weight(load.table(name, self.shape.precise_logits), bias, load.exact)
         if load.source.has(name) and not load.table(name).equal(self.embedding):
             raise Unsupported(
                 f"config.json says tie_word_embeddings, and there is a {name} that differs from "
-                f"{table_of(load.source, self.shape)}: say false there if it is the model's own, or leave the tensor out"
+                f"{table_name(load.source, self.shape)}: say false there if it is the model's own, or leave the tensor out"
             )
         return Weight(self.embedding, bias, load.exact)
 
@@ -501,42 +462,34 @@ class Decoder:
 
     def _blank(self, rows: int) -> Stream:
         """A stream of so many rows of zeros."""
-        numbers = torch.zeros(rows, dtype=torch.int64, device=self.embedding.device)
-        return self._told_tokens(self._stream(self.embedding.new_zeros(rows, self.shape.hidden)), numbers)
+        tokens = torch.zeros(rows, dtype=torch.int64, device=self.embedding.device)
+        return self._stream(self.embedding.new_zeros(rows, self.shape.hidden), tokens=tokens)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights."""
         twice = self.embedding.nbytes if self.shape.tied and self.head.shared else 0
-        held = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
-        return held + (self.vision.bytes if self.vision else 0)
+        found = sum(weight.bytes if isinstance(weight, Weight) else weight.nbytes for weight in self._weights()) - twice
+        return found + (self.vision.bytes if self.vision else 0)
 
     def _weights(self) -> Iterator[Weight | Tensor]:
-        parts = [self, *self.layers, *(part for layer in self.layers for reader in layer.readers for part in reader.parts)]
-        own = (part for layer in self.layers for part in (layer.per_layer, layer.altup, layer.laurel, layer.ngrams))
-        parts += [part for part in (self.inputs, self.mixing, self.ends, *own) if part is not None]
-        parts += [mixing for layer in self.layers for mixing in layer.mixings]
-        parts += [gate for layer in self.layers for gate in layer.norm_gates if gate is not None]
-        held = [value for part in parts for value in vars(part).values()]
-        held += [own for value in held if isinstance(value, list) for own in value]
-        found = [value for value in held if isinstance(value, (Weight, Tensor))]
-        for value in (*found, *(weight for layer in self.layers if layer.mlp for weight in layer.mlp.weights())):
-            yield value
-            if isinstance(value, Weight) and value.lora is not None:
-                yield from value.lora.weights
+        for value in vars(self).values():
+            yield from held(value)
 
 
-def _remembered(load: Loader, kept: RecurrentShape) -> RecurrentAttention:
+def _remembered(load: Loader, kept: RecurrentShape) -> TokenMixer:
     if isinstance(kept, ShortConvolutionShape):
         return ShortConvolutions(load, kept)
     if isinstance(kept, KimiDeltaShape):
         return KimiDeltaAttention(load, kept)
+    if isinstance(kept, StateSpaceShape):
+        return Mamba2(load, kept)
     assert isinstance(kept, LinearAttentionShape)
-    return (Mamba2 if kept.limits else OlmoGatedDelta if kept.apart else GatedDelta)(load, kept)
+    return (OlmoGatedDelta if kept.apart else GatedDelta)(load, kept)
 
 
 def _axes_of(shape: Shape, size: int, device: torch.device) -> Tensor:
-    """Which of an image token's positions rotates each feature of a head: [size]. See `rotary.table_of`."""
+    """Which of an image token's positions rotates each feature of a head: [size]. See `rotary.cosines_and_sines`."""
     half = torch.tensor([*shape.rope.axes, *[0] * (size // 2 - len(shape.rope.axes))], device=device)
     return half.repeat(2)
 
@@ -546,11 +499,11 @@ def tensor_prefix(source: Source, shape: Shape) -> str:
     return next((root for root in ROOTS if source.has(f"{root}{shape.table}.weight")), ROOTS[0])
 
 
-def table_of(source: Source, shape: Shape) -> str:
+def table_name(source: Source, shape: Shape) -> str:
     """The name of its embedding table."""
     return f"{tensor_prefix(source, shape)}{shape.table}.weight"
 
 
 def lm_head_name(source: Source, shape: Shape) -> str:
     """The name of its LM head, which may be the embedding table."""
-    return table_of(source, shape) if shape.tied else next(filter(source.has, OUTPUTS), OUTPUTS[0])
+    return table_name(source, shape) if shape.tied else next(filter(source.has, OUTPUTS), OUTPUTS[0])

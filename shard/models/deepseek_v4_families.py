@@ -8,7 +8,7 @@ from typing import Any
 from .compression import CompressedLatent
 from .fields import AGAIN, COMPRESSED, SLIDING, Config, expect, number, said, shown, whole
 from .parts import common
-from .ropes import ROPES, rope_of
+from .ropes import ROPES, rope, with_only_rope
 from .shape import Shape, Unsupported
 from .traits import HyperConnections, Mixture, Quantization, Rope
 
@@ -82,7 +82,7 @@ def _deepseek_v4(config: Config) -> Shape:
         rope=compress if compressing else main,
         local_rope=main if compressing and SLIDING in kinds else None,
         rotary_neighbours=True,
-        sinks=True,
+        sinks="sinks",
         hyper=HyperConnections(
             count=given["hc_mult"],
             magnitude=2.0,
@@ -162,7 +162,7 @@ def _rope(values: Mapping[str, Any], positions: int) -> Rope:
     kind = values.get("rope_type") or values.get("type") or "default"
     if kind not in ("default", "linear", "yarn"):
         raise Unsupported(f"rotary scaling {kind!r} is not supported: for this family the decoder has default, linear and yarn")
-    return rope_of({"rope_parameters": dict(values), "max_position_embeddings": positions}, "rope_parameters")
+    return rope(with_only_rope({"max_position_embeddings": positions}, values))
 
 
 def _mixtures(given: Config, base: Shape, limit: float) -> tuple[Mixture, ...]:
@@ -185,8 +185,7 @@ def _mixtures(given: Config, base: Shape, limit: float) -> tuple[Mixture, ...]:
         chosen=given["num_experts_per_tok"],
         size=size,
         normalized=True,
-        sigmoid=scores == "sigmoid",
-        rooted=scores != "sigmoid",
+        scores=scores,
         correction="gate.e_score_correction_bias",
         factor=number(given, "routed_scaling_factor", 1.5),
         shared=size,

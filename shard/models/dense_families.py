@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from .fields import AGAIN, FULL, SLIDING, Config, expect, number, shown
 from .parts import biased, cap, common, layer_kinds, layers_of, nope_layers, pattern_of, uniform_windows, windows_of
-from .ropes import MISTRAL_YARN, rope_of, ropes_by_kind, rotary_size, stretched, with_rope
+from .ropes import MISTRAL_YARN, rope, ropes_by_kind, rotary_size, stretched, with_only_rope, with_rope
 from .shape import Shape, Unsupported
 
 # transformers' defaults, which some checkpoints rely on.
@@ -259,7 +259,7 @@ def with_thetas(base: Shape, given: Config) -> Shape:
         replace(base.rope, theta=number({"layer_rope_theta": theta}, "layer_rope_theta")) if theta else None
         for theta in (next(iter(turned[kind]), 0) for kind in (FULL, SLIDING))
     )
-    found = replace(base, sinks=True, windows=windows_of(given, kinds), nope_layers=still, rope=full or local or base.rope)
+    found = replace(base, sinks="sinks", windows=windows_of(given, kinds), nope_layers=still, rope=full or local or base.rope)
     return replace(found, local_rope=local if full and local != full else None)
 
 
@@ -323,10 +323,9 @@ def _gemma3(config: Config) -> Shape:
     full, local = ropes_by_kind(config, 1e6, 1e4)
     pattern, layers = pattern_of(config, 6), config.get("num_hidden_layers", 26)
     kinds = layer_kinds(config, layers, lambda layer: (layer + 1) % pattern > 0)
-    base = _gemma2(GEMMA3 | config | {"layer_types": kinds, "rope_parameters": full, "rope_scaling": None})
+    base = _gemma2(with_only_rope(GEMMA3 | config | {"layer_types": kinds}, full))
     # transformers reads attn_logit_softcapping and does not use it.
-    local_rope = rope_of(GEMMA3 | config | {"rope_parameters": local}, "rope_parameters")
-    return replace(base, softcap=0.0, qk_norm=True, local_rope=local_rope)
+    return replace(base, softcap=0.0, qk_norm=True, local_rope=rope(with_only_rope(GEMMA3 | config, local)))
 
 
 def _olmo2(config: Config) -> Shape:
@@ -339,8 +338,7 @@ def _olmo3(config: Config) -> Shape:
     the model's theta."""
     theta = number(config, "rope_theta", OLMO3_THETA)
     full, local = ropes_by_kind({**config, "rope_theta": theta, "rope_local_base_freq": OLMO3_THETA}, theta, OLMO3_THETA)
-    base = _olmo2(config | {"rope_parameters": full, "rope_scaling": None})
-    local_rope = rope_of(OLMO | config | {"rope_parameters": local}, "rope_parameters")
+    base, local_rope = _olmo2(with_only_rope(config, full)), rope(with_only_rope(OLMO | config, local))
     kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % 4 > 0)
     return replace(base, windows=windows_of(config, kinds), local_rope=local_rope if local_rope != base.rope else None)
 

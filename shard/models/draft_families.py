@@ -7,7 +7,7 @@ from typing import Any
 from ...proto.speculation import Speculation, written
 from .dense_families import llama
 from .families import shape
-from .fields import AGAIN, ELSE, Config, check, shown
+from .fields import AGAIN, ELSE, Config, check, said, shown
 from .readout_families import MedusaShape, ReadoutShape, is_readout, readout_shape
 from .shape import Shape, Unsupported
 from .traits import DraftFeatures, Latent
@@ -169,8 +169,7 @@ def _flat(config: Config) -> Config:
         return config
     if not isinstance(inner, dict):
         raise Unsupported(f"config.json says transformer_layer_config {shown(inner)}, an object is needed: {AGAIN}")
-    own = {name: value for name, value in config.items() if value is not None}
-    return {"norm_before_residual": True, **inner, **own, "model_type": inner.get("model_type")}
+    return {"norm_before_residual": True, **inner, **said(config), "model_type": inner.get("model_type")}
 
 
 def _eagle3(config: Config, target: Shape) -> Shape:

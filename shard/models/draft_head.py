@@ -18,8 +18,7 @@ from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from ..weights import Source
-from .decoder import OUTPUTS, ROOTS, Decoder, Layer, lm_head_name, table_of, tensor_prefix
-from .heads import HeadAttention
+from .decoder import OUTPUTS, ROOTS, Decoder, Layer, lm_head_name, table_name, tensor_prefix
 from .loader import Loader
 from .renamed import PrefixedSource
 from .rotary import Places
@@ -42,18 +41,18 @@ class Paired(Stream):
 class Eagle3Layer(Layer):
     """A layer whose attention reads embedding and features concatenated."""
 
-    def __init__(self, index: int, shape: Shape, load: Loader) -> None:
-        super().__init__(index, shape, load)
-        self.feature_norm = load.gains("hidden_norm", shape.hidden)
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        self.feature_norm = load.gains("hidden_norm", self.shape.hidden)
 
     def attend(self, stream: Stream, step: Step, places: Places, cache: Cache) -> Sequence[Tensor]:
         """See Layer."""
-        assert isinstance(self.attention, HeadAttention)
-        return [self.attention(self._seen(stream), None, step, places, cache.layers[self.index])]
+        assert self.attention is not None
+        return [self.attention(self._seen(stream), None, step, places, cache)]
 
     def project(self, stream: Stream) -> None:
         """See Layer."""
-        assert isinstance(self.attention, HeadAttention)
+        assert self.attention is not None
         self._seen(stream).through(None, self.attention.inward)
 
     def _seen(self, stream: Stream) -> Stream:
@@ -88,7 +87,7 @@ class DraftHead(Decoder, ABC):
         if load.source.has(name):
             found = load.source.tensor(name, size)
             return shared if shared is not None and found.equal(shared) else found
-        return shared if shared is not None else self._whole.tensor(table_of(self._whole, self._target.shape), size)
+        return shared if shared is not None else self._whole.tensor(table_name(self._whole, self._target.shape), size)
 
     def _begin(self, step: Step, cache: Cache) -> Stream:
         assert cache.features is not None
@@ -169,7 +168,7 @@ class MtpHead(DraftHead):
         self.token_norm = load.gains("enorm", shape.hidden)
         self.feature_norm = load.gains("hnorm", shape.hidden)
         self.taps = Taps(())
-        self.join = load.laid_out(load.matrix("eh_proj", shape.hidden, 2 * shape.hidden, whole=True), None)
+        self.join = load.laid_out(load.matrix("eh_proj", shape.hidden, 2 * shape.hidden, whole=True))
 
     def _output(self, load: Loader) -> Weight:
         """The layer's LM head; the target's where it has no other: checkpoints may repeat that."""

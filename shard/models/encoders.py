@@ -43,9 +43,9 @@ class Encoder(ABC):
     def blank(self, tokens: int) -> PromptImage:
         """A blank image of about so many tokens."""
 
-    @abstractmethod
     def __call__(self, pixels: Tensor, picture: PromptImage) -> Tensor:
         """Encodes an image to [tokens, levels, hidden]: see `Vision.encode`. pixels: of `picture`, as the encoder expects them."""
+        return self._features(pixels)
 
     def _features(self, pixels: Tensor, **more: Any) -> Tensor:
         """Encodes one image with transformers' own method, to one level."""
@@ -211,9 +211,6 @@ class Step3Encoder(GridEncoder):
         rows = min(max(1, math.isqrt(tokens)), self._size // self.side)
         return rows, rows
 
-    def __call__(self, pixels: Tensor, picture: PromptImage) -> Tensor:
-        return self._features(pixels)
-
 
 class DeepseekOcrEncoder(Encoder):
     """The encoder of DeepSeek-OCR 2: tiles, and a larger overview image, after which a separator token follows. The number of
@@ -252,9 +249,6 @@ class DeepseekOcrEncoder(Encoder):
 class Gemma3(SquareEncoder):
     def __init__(self, model: Any, pixels: int) -> None:
         super().__init__(model, pixels, math.isqrt(int(model.config.mm_tokens_per_image)))
-
-    def __call__(self, pixels: Tensor, picture: PromptImage) -> Tensor:
-        return self._features(pixels)
 
 
 class Idefics(SquareEncoder):

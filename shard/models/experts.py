@@ -1,7 +1,7 @@
 """Loads a layer's experts in all layouts that checkpoints have: one by one, or stacked in one tensor. Each layout is handled here
 and nowhere else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -94,26 +94,32 @@ def _together(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]
     _check_bits(load.source, first_name)
 
     def read(name: str, shape: tuple[int, ...], dimension: int, first: int) -> Tensor:
-        turned = (shape[0], shape[2], shape[1])
-        if mixture.inputs_first or (shape != turned and load.source.has(name, turned)):  # as Qwen 3 VL's are on the hub
-            return load.source.tensor(name, turned, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
+        transposed = (shape[0], shape[2], shape[1])
+        if mixture.inputs_first or (shape != transposed and load.source.has(name, transposed)):  # as Qwen 3 VL's are on the hub
+            return load.source.tensor(name, transposed, (3 - dimension, first, first + part)).transpose(1, 2).contiguous()
         return load.source.tensor(name, shape, (dimension, first, first + part))
 
     # transformers makes and stores weights for identity experts, too.
     stored = mixture.routed if mixture.idle and load.source.has(first_name, (mixture.routed, outputs, hidden)) else count
     apart = [read(first_name, (stored, outputs, hidden), 1, first)[:count] for first in firsts]
-    plain = [_kept(torch.cat(parts), how) for parts in zip(*apart, strict=True)]
-    return plain, [load.residual(_kept(down, how)) for down in read(second_name, (count, hidden, size), 2, start)], None
+    return _quantized(load, apart, read(second_name, (count, hidden, size), 2, start))
 
 
-def _kept(weight: Tensor, how: Quantization | None) -> Tensor | QuantizedWeight:
-    """Quantizes the weight if that is to happen at load."""
-    return quantize(weight, how.kind) if how and how.at_load else weight
+def _quantized(load: Loader, apart: Sequence[Iterable[Tensor]], downs: Iterable[Tensor]) -> tuple[Weights, Weights, Biases]:
+    """Experts of unquantized matrices, of which those that lead out of the stream are `apart`; quantized if that is to happen at
+    load."""
+    how = load.shape.quantization
+
+    def kept(weight: Tensor) -> Tensor | QuantizedWeight:
+        return quantize(weight, how.kind) if how and how.at_load else weight
+
+    joint = [kept(torch.cat(parts)) for parts in zip(*apart, strict=True)]
+    return joint, [load.residual(kept(down)) for down in downs], None
 
 
 def _by_kind(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """Loads DBRX's experts: one tensor for each projection, experts one below the other."""
-    rows, how = mixture.experts * mixture.size, load.shape.quantization
+    rows = mixture.experts * mixture.size
     start, stop = load.own(mixture.size)
 
     def read(name: str) -> list[Tensor]:
@@ -121,20 +127,17 @@ def _by_kind(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
         return [load.source.tensor(*place, (0, first + start, first + stop)) for first in range(0, rows, mixture.size)]
 
     gates, ups, downs = map(read, mixture.names)
-    plain = [_kept(torch.cat(pair), how) for pair in zip(gates, ups, strict=True)]
-    return plain, [load.residual(_kept(down.t().contiguous(), how)) for down in downs], None
+    return _quantized(load, (gates, ups), (down.t().contiguous() for down in downs))
 
 
 def _by_part(load: Loader, mixture: Mixture) -> tuple[Weights, Weights, Biases]:
     """Loads Step 3's experts: one stacked tensor for each projection, gate, up and down."""
-    count, hidden, how = mixture.experts, load.shape.hidden, load.shape.quantization
+    count, hidden = mixture.experts, load.shape.hidden
     gate, up, down = (f"{load.prefix}{mixture.named('experts')}.{name}.weight" for name in mixture.names)
     own = load.own(mixture.size)
     _check_bits(load.source, gate)
     gates, ups = (load.source.tensor(name, (count, mixture.size, hidden), (1, *own)) for name in (gate, up))
-    plain = [_kept(torch.cat(pair), how) for pair in zip(gates, ups, strict=True)]
-    downs = load.source.tensor(down, (count, hidden, mixture.size), (2, *own))
-    return plain, [load.residual(_kept(one, how)) for one in downs], None
+    return _quantized(load, (gates, ups), load.source.tensor(down, (count, hidden, mixture.size), (2, *own)))
 
 
 def _check_bits(source: Source, name: str) -> None:

@@ -8,95 +8,36 @@ from .shape import Unsupported
 
 Config = dict[str, Any]
 
-# The range of each integer field, so that a wrong one is found before anything is computed with it. Bounds are far beyond every
-# model there is, and far below where an allocation or a loop over them would never end.
+# The bound of each integer field, by powers of two, so that a wrong one is found before anything is computed with it: far beyond
+# every model there is, and far below where an allocation or a loop over them would never end.
 SIZES = {
-    "vocab_size": 1 << 24,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "num_hidden_layers": 1 << 12,
-    "num_attention_heads": 1 << 14,
-    "num_key_value_heads": 1 << 14,
-    "head_dim": 1 << 12,
-    "max_position_embeddings": 1 << 30,
-    "sliding_window": 1 << 30,
-    "sliding_window_size": 1 << 30,
-    "max_window_layers": 1 << 12,
-    "num_local_experts": 1 << 12,
-    "num_experts": 1 << 12,
-    "num_experts_per_tok": 1 << 12,
-    "moe_intermediate_size": 1 << 22,
-    "shared_expert_intermediate_size": 1 << 22,
-    "decoder_sparse_step": 1 << 12,
-    "no_rope_layer_interval": 1 << 12,
-    "n_routed_experts": 1 << 12,
-    "n_shared_experts": 1 << 12,
-    "num_shared_experts": 1 << 12,
-    "n_group": 1 << 12,
-    "topk_group": 1 << 12,
-    "first_k_dense_replace": 1 << 12,
-    "num_dense_layers": 1 << 12,
-    "global_attn_every_n_layers": 1 << 12,
-    "prefix_dense_intermediate_size": 1 << 22,
-    "prefix_dense_sliding_window_pattern": 1 << 12,
-    "rotary_dim": 1 << 12,
-    "share_expert_dim": 1 << 22,
-    "num_sliding_attention_heads": 1 << 14,
-    "kv_lora_rank": 1 << 12,
-    "q_lora_rank": 1 << 16,
-    "qk_rope_head_dim": 1 << 10,
-    "qk_nope_head_dim": 1 << 10,
-    "v_head_dim": 1 << 10,
-    "index_topk": 1 << 20,
-    "index_head_dim": 1 << 10,
-    "index_n_heads": 1 << 10,
-    "index_kpool": 1 << 10,
-    "hc_mult": 1 << 6,
-    "altup_num_inputs": 1 << 6,
-    "laurel_rank": 1 << 16,
-    "hc_sinkhorn_iters": 1 << 10,
-    "gated_norm_rank": 1 << 16,
-    "index_block_size": 1 << 20,
-    "index_topk_blocks": 1 << 20,
-    "index_local_blocks": 1 << 20,
-    "dense_intermediate_size": 1 << 22,
-    "moe_k": 1 << 12,
-    "moe_num_experts": 1 << 12,
-    "moe_num_shared_experts": 1 << 12,
-    "moe_layer_start_index": 1 << 12,
-    "moe_layer_end_index": 1 << 12,
-    "moe_layer_interval": 1 << 12,
-    "full_attention_interval": 1 << 12,
-    "linear_conv_kernel_dim": 1 << 6,
-    "linear_head_dim": 1 << 10,
-    "linear_num_heads": 1 << 12,
-    "linear_key_head_dim": 1 << 10,
-    "linear_num_key_heads": 1 << 12,
-    "linear_num_value_heads": 1 << 12,
-    "linear_value_head_dim": 1 << 10,
-    "mamba_n_heads": 1 << 12,
-    "mamba_n_groups": 1 << 12,
-    "mamba_d_state": 1 << 10,
-    "mamba_d_conv": 1 << 6,
-    "mamba_expand": 1 << 6,
-    "shared_intermediate_size": 1 << 22,
-    "mamba_d_ssm": 1 << 22,
-    "ssm_state_size": 1 << 10,
-    "mamba_num_heads": 1 << 12,
-    "mamba_head_dim": 1 << 10,
-    "n_groups": 1 << 12,
-    "conv_kernel": 1 << 6,
-    "moe_shared_expert_intermediate_size": 1 << 22,
-    "moe_latent_size": 1 << 20,
-    "conv_L_cache": 1 << 6,
-    "block_ff_dim": 1 << 22,
-    "block_multiple_of": 1 << 22,
-    "intermediate_size_mlp": 1 << 22,
-    "interleave_moe_layer_step": 1 << 12,
-    "attention_chunk_size": 1 << 30,
-    "floor_scale": 1 << 30,
-    "o_groups": 1 << 14,
-    "o_lora_rank": 1 << 16,
+    name: 1 << bits
+    for bits, names in {
+        30: "max_position_embeddings sliding_window sliding_window_size attention_chunk_size floor_scale",
+        24: "vocab_size",
+        22: """
+            intermediate_size moe_intermediate_size shared_expert_intermediate_size prefix_dense_intermediate_size
+            share_expert_dim dense_intermediate_size shared_intermediate_size mamba_d_ssm moe_shared_expert_intermediate_size
+            block_ff_dim block_multiple_of intermediate_size_mlp
+        """,
+        20: "hidden_size index_topk index_block_size index_topk_blocks index_local_blocks moe_latent_size",
+        16: "q_lora_rank laurel_rank gated_norm_rank o_lora_rank",
+        14: "num_attention_heads num_key_value_heads num_sliding_attention_heads o_groups",
+        12: """
+            num_hidden_layers head_dim max_window_layers num_local_experts num_experts num_experts_per_tok decoder_sparse_step
+            no_rope_layer_interval n_routed_experts n_shared_experts num_shared_experts n_group topk_group first_k_dense_replace
+            num_dense_layers global_attn_every_n_layers prefix_dense_sliding_window_pattern rotary_dim kv_lora_rank moe_k
+            moe_num_experts moe_num_shared_experts moe_layer_start_index moe_layer_end_index moe_layer_interval
+            full_attention_interval linear_num_heads linear_num_key_heads linear_num_value_heads mamba_n_heads mamba_n_groups
+            mamba_num_heads n_groups interleave_moe_layer_step
+        """,
+        10: """
+            qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim index_n_heads index_kpool hc_sinkhorn_iters
+            linear_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state ssm_state_size mamba_head_dim
+        """,
+        6: "hc_mult altup_num_inputs linear_conv_kernel_dim mamba_d_conv mamba_expand conv_kernel conv_L_cache",
+    }.items()
+    for name in names.split()
 }
 LEAST = {
     **dict.fromkeys(("sliding_window", "max_window_layers", "n_shared_experts", "first_k_dense_replace"), 0),

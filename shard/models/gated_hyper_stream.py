@@ -21,9 +21,9 @@ class GatedHyperConnection(StreamMixer):
         self.gains = load.gains(f"{name}hc_norm", count * hidden).view(count, hidden)
         names = [("input_mix_weight_down", hyper.rank), *([("block_inject_weight", count)] if gives else [])]
         # The outputs of both projections are divided by the number of streams.
-        inward = torch.cat([load.all_bits(f"{name}{part}", outputs, count * hidden) for part, outputs in names]) / count
-        self.inward = load.laid_out(inward, None)
-        self.opening = load.laid_out(load.all_bits(f"{name}input_mix_weight_up", count * hidden, hyper.rank), None)
+        inward = torch.cat([load.unrounded_matrix(f"{name}{part}", outputs, count * hidden) for part, outputs in names]) / count
+        self.inward = load.laid_out(inward)
+        self.opening = load.laid_out(load.unrounded_matrix(f"{name}input_mix_weight_up", count * hidden, hyper.rank))
         self.rank, self.gives = hyper.rank, gives
 
 

@@ -4,10 +4,8 @@ concatenated (A.X K2)."""
 import torch
 from torch import Tensor
 
-from ...kernels.codes import QuantizedWeight
 from .latents import LatentAttention
-from .loader import Loader
-from .lora import ColumnLora
+from .loader import Loader, Projection
 from .stream import Stream
 
 NAME = "self_attn.q_gate_proj"
@@ -16,7 +14,7 @@ NAME = "self_attn.q_gate_proj"
 class GatedLatentAttention(LatentAttention):
     """`LatentAttention` with output gates computed along with the queries."""
 
-    def _asking(self, load: Loader) -> tuple[Tensor | QuantizedWeight, ColumnLora | None]:
+    def _asking(self, load: Loader) -> Projection:
         """See `LatentAttention`; the gates of all heads come first among the outputs."""
         latent, inputs = self.latent, 2 * self.latent.queries
         size = latent.plain + latent.turned
@@ -25,7 +23,7 @@ class GatedLatentAttention(LatentAttention):
         order = torch.cat((gates, queries[self._order(len(queries), latent.plain)]))
         self.opened = len(gates)  # number of columns of the query projection that are gates, the first ones
         outputs = load.shape.heads * (size + latent.values)
-        return load.matrix(NAME, outputs, inputs)[order], load.lora([NAME], [outputs], order=order, inputs=inputs)
+        return load.projection([NAME], [outputs], order=order, inputs=inputs)
 
     def _made(self, stream: Stream, latents: Tensor, gates: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `LatentAttention`."""

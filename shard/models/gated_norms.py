@@ -7,18 +7,19 @@ from torch.nn import functional
 
 from ...kernels.linear import Weight
 from ...kernels.reference import lane_invariant
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 
 
-class NormGate:
+class NormGate(Holder):
     """The gate of one norm."""
 
     def __init__(self, load: Loader, name: str, size: int) -> None:
         """name: prefix of its tensors; size: rank of the projection."""
         hidden = load.shape.hidden
-        self.inward = load.laid_out(load.all_bits(f"{name}.mlp.fc1", size), None)
-        self.outward = load.laid_out(load.all_bits(f"{name}.mlp.fc2", hidden, size), None)
+        self.inward = load.laid_out(load.unrounded_matrix(f"{name}.mlp.fc1", size))
+        self.outward = load.laid_out(load.unrounded_matrix(f"{name}.mlp.fc2", hidden, size))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x times its gates, [tokens, hidden]. The gates are computed in float32."""

@@ -13,7 +13,7 @@ from .dense_families import AROUND, gemma
 from .fields import AGAIN, Config, boolean, shown, whole
 from .gemma4_families import per_layer_inputs, sharing_keys
 from .parts import cap, layer_kinds, windows_of
-from .ropes import rope_of, ropes_by_kind
+from .ropes import rope, ropes_by_kind, with_only_rope
 from .shape import Shape, Unsupported
 from .traits import AltUpShape
 
@@ -38,15 +38,14 @@ def _gemma3n(config: Config) -> Shape:
     config = TEXT | config
     full, local = ropes_by_kind(config, 1e6, 1e4)
     widths = _widths(config)
-    given = config | {"intermediate_size": max(widths), "rope_parameters": full, "rope_scaling": None}
-    base = gemma(given, "hidden_activation")
+    base = gemma(with_only_rope(config | {"intermediate_size": max(widths)}, full), "hidden_activation")
     kinds = layer_kinds(config, base.layers, lambda layer: (layer + 1) % 5 > 0)
     base = replace(
         base,
         centered_norms=False,
         norms=AROUND,
         windows=windows_of(config, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters"),
+        local_rope=rope(with_only_rope(config, local)),
         attention_scale=1.0,
         qk_norm=True,
         value_norm=True,

@@ -39,11 +39,13 @@ def gemma4(config: Config) -> Shape:
     for name in ("enable_moe_block", "use_double_wide_mlp"):
         boolean(name, config.get(name, False))
     base, sparse = sharing_keys(_text(config), config), config.get("enable_moe_block", False)
-    base = replace(base, wider=2 if config.get("use_double_wide_mlp") and base.kv_shared_layers else 1)
-    if sparse and base.wider > 1:
-        raise Unsupported(
-            "use_double_wide_mlp together with enable_moe_block is not supported: only MLPs without experts are wider"
-        )
+    if config.get("use_double_wide_mlp") and base.kv_shared_layers:
+        if sparse:
+            raise Unsupported(
+                "use_double_wide_mlp together with enable_moe_block is not supported: only MLPs without experts are wider"
+            )
+        widths = (base.intermediate,) * base.with_keys + (2 * base.intermediate,) * base.kv_shared_layers
+        base = replace(base, widths=widths)
     untold = config.get("hidden_size_per_layer_input", 256) in (0, None)
     base = replace(base, inputs=None if untold else per_layer_inputs(config, base.vocabulary))
     return replace(base, mixtures=(_mixture(config, base),) * base.layers) if sparse else base

@@ -7,8 +7,8 @@ from typing import Any
 
 from .fields import AGAIN, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expect, number, said, shown, whole
 from .hybrid_families import linear_layers
-from .kimi_families import INNER
-from .latent_families import GLM_5, index_sharing_layers, latent_shape
+from .kimi_families import INNER, kimi_delta
+from .latent_families import GLM_5, index_sharing_layers, latent_shape, with_latent
 from .recurrent_shapes import KimiDeltaShape
 from .ropes import ROPES
 from .shape import Shape, Unsupported
@@ -46,11 +46,10 @@ def glm_5_next(config: Config) -> Shape:
     kinds = given.get("layer_types") or [INDEXED if layer % 4 == 3 else LINEAR for layer in range(layers)]
     recurrent = linear_layers(kinds)
     others = frozenset(range(layers)) - recurrent
-    assert base.latent is not None
+    base = with_latent(base, epsilon=base.norm_epsilon, index=_index(given, others))
     limit = number(given, "swiglu_limit", 10.0)
     return replace(
         with_experts(scored_by_kinds(base, given), limit=limit, shared_limit=limit, form="before"),
-        latent=replace(base.latent, epsilon=base.norm_epsilon, index=_index(given, others)),
         hyper=HyperConnections(
             count=given["hc_mult"],
             magnitude=2.0,
@@ -87,16 +86,7 @@ def _linear(given: Config, layers: frozenset[int]) -> KimiDeltaShape:
     bound: Any = given["linear_lower_bound"]
     if bound is not None and (type(bound) not in (int, float) or not (isfinite(bound) and bound < 0)):
         raise Unsupported(f"config.json says linear_lower_bound {shown(bound)}, a number below 0, or null, is needed: {AGAIN}")
-    heads, size = given["linear_num_heads"], given["linear_head_dim"]
-    return KimiDeltaShape(
-        layers=layers,
-        key_heads=heads,
-        value_heads=heads,
-        key_size=size,
-        value_size=size,
-        width=given["linear_conv_kernel_dim"],
-        bound=float(bound or 0),
-    )
+    return kimi_delta(given, layers, float(bound or 0))
 
 
 def _index(given: Config, attending: frozenset[int]) -> Index:

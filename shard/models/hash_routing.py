@@ -1,13 +1,10 @@
 """Hash-routed experts: a table maps token ids to experts (hash layers: Roller et al. 2021, arXiv:2106.04426), as in DeepSeek V4,
 whose router gives their weights alone."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from ...kernels.experts import weights_of_chosen
-from ...kernels.linear import Weight
 from .fields import AGAIN
 from .hyper_stream import HyperStream
 from .loader import Loader
@@ -30,15 +27,10 @@ class HashRoutedExperts(MixtureOfExperts):
         assert stream.tokens is not None
         x = stream.normalized(before)
         chosen = self.table.index_select(0, stream.tokens).long()
-        shares = weights_of_chosen(
-            self.router(x.float()), chosen, self.mixture.factor, self.mixture.least, rooted=self.mixture.rooted
-        )
+        mixture, logits = self.mixture, self.router(x.float())
+        shares = weights_of_chosen(logits, chosen, mixture.factor, mixture.least, rooted=mixture.scores == "sqrtsoftplus")
         made = self.experts(x, shares, chosen)
-        return made if self.shared is None else made.add_(self.shared(x, stream), alpha=self.mixture.shared_factor)
-
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank, with the table."""
-        yield from (*super().weights(), self.table)
+        return made if self.shared is None else made.add_(self.shared(x, stream), alpha=mixture.shared_factor)
 
 
 def _table(load: Loader, name: str, mixture: Mixture) -> Tensor:

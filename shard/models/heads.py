@@ -9,23 +9,22 @@ from ...kernels.indexed import BlockSelection, TokenSelection
 from ...kernels.operations import rotate, rotate_and_write
 from ...kernels.ragged import AttentionOptions, attention
 from ...kernels.reference import lane_invariant
+from ..cache import Cache
 from ..parallel import Ranks
 from ..step import Step
 from .alibi import widened
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
+from .token_mixer import TokenMixer
 
 
-class HeadAttention:
+class HeadAttention(TokenMixer):
     """The attention of a layer: query, key and value projections, and the output projection."""
 
-    def __init__(self, load: Loader, window: int, turned: bool = True) -> None:
-        """turned: the layer has a rotary embedding."""
-        shape = load.shape
-        self.shape = shape
-        self.window = window
-        self.ranks = load.ranks
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        shape, window, self.ranks = self.shape, self.window, load.ranks
         keys = shape.keys(window)
         self.size, self.value_size, self.key_heads = keys.size, keys.own_values, keys.own(load.ranks.size)
         heads, order = shape.query_heads(window), shape.order(window)
@@ -35,24 +34,25 @@ class HeadAttention:
         own = shape.attention_name
         queries_name, keys_name, output = (f"{own}.{part}" for part in shape.attention_parts)
         names = [f"{own}.{name}_proj" for name in "qkv"][: 2 + keys.values]
-        gate, attended = 1 if shape.head_gates else keys.own_values, heads * keys.own_values
-        if shape.gates_name:
-            names, sizes, wholes = [*names, f"{own}.{shape.gates_name}"], [*sizes, heads * gate], [*wholes, gate]
+        gates, attended = shape.gates, heads * keys.own_values
+        gate = 1 if gates and gates.by_head else keys.own_values
+        if gates and gates.name:
+            names, sizes, wholes = [*names, f"{own}.{gates.name}"], [*sizes, heads * gate], [*wholes, gate]
         self.inward = load.heads(f"{own}.qkv_proj", names, sizes, shape.qkv_bias, wholes, order)
         self.query_norm, self.key_norm = (
             load.ordered(load.gains(name, keys.size), order) if shape.qk_norm else None for name in (queries_name, keys_name)
         )
-        if shape.turned_norm and turned:
+        if shape.turned_norm and load.index not in shape.nope_layers:
             self.query_norm, self.key_norm = (
                 torch.ones(keys.size, dtype=load.source.dtype, device=load.source.device) for _ in range(2)
             )
         joint = shape.joint_qk_norm
         self.queries_norm = load.ordered(load.part_of_gains(queries_name, sizes[0], keys.size), order) if joint else None
         self.keys_norm = load.ordered(load.part_of_gains(keys_name, sizes[1], keys.size), order) if joint else None
-        self.sinks = load.each_head(f"{own}.{shape.sinks_name}", heads) if shape.has_sinks(window) else None
+        self.sinks = load.each_head(f"{own}.{shape.sinks}", heads) if shape.has_sinks(window) else None
         self.scales = load.cache_scales(keys.heads)
         self.gains = self._moved() if shape.qk_norm_behind else None
-        self.gates = heads * gate // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the last ones
+        self.gates = heads * gate // load.ranks.size if gates else 0  # number of columns of `inward`, the last ones
         self.output = load.rows(output, attended, shape.output_bias)
 
     def _moved(self) -> Tensor | None:
@@ -67,23 +67,15 @@ class HeadAttention:
             self.scales[0] = 1
         return found
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        return (self,)
-
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """The input of the projection `output`, [tokens, this rank's heads * head size]. Writes keys and values to the cache.
-
-        norm: gains of the norm before it; places: of the step's tokens; layer: of the cache.
-        """
-        return self.attend(stream.through(norm, self.inward), step, places, layer)
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's heads * head size]."""
+        return self.attend(stream.through(norm, self.inward), step, places, cache.layers[self.index])
 
     def attend(
         self, joint: Tensor, step: Step, places: Places, layer: Tensor, asked: TokenSelection | BlockSelection | None = None
     ) -> Tensor:
-        """The same, given the product of the stream with `inward`. asked: the index queries by which tokens choose what they attend
-        to."""
+        """The same, given the product of the stream with `inward`. layer: of the cache; asked: the index queries by which tokens
+        choose what they attend to."""
         shape, epsilon = self.shape, self.shape.norm_epsilon
         joint, gates = joint[:, : joint.shape[1] - self.gates], joint[:, joint.shape[1] - self.gates :]
         if self.queries_norm is not None and self.keys_norm is not None:
@@ -104,10 +96,10 @@ class HeadAttention:
         how = AttentionOptions(self.window, shape.attention_scale, shape.softcap, scales, self.sinks, asked=asked)
         found = attention(query, layer, step.attention, how)
         found = found if places.alibi_bias is None and self.value_size == self.size else found[..., : self.value_size]
-        if not self.gates:
+        if shape.gates is None:
             return found.flatten(1)
-        opened = lane_invariant(torch.sigmoid, gates) if not shape.softplus_gates else softplus(gates)
-        return found.mul_(opened.view(*found.shape[:2], 1 if shape.head_gates else self.value_size)).flatten(1)
+        opened = softplus(gates) if shape.gates.softplus else lane_invariant(torch.sigmoid, gates)
+        return found.mul_(opened.view(*found.shape[:2], 1 if shape.gates.by_head else self.value_size)).flatten(1)
 
     def _filled_up(self, joint: Tensor) -> Tensor:
         """Queries, keys and values, with each value padded with zeros to the size of a key."""
@@ -116,30 +108,24 @@ class HeadAttention:
         return torch.cat((joint[:, :first], functional.pad(values, (0, self.size - self.value_size)).flatten(1)), 1)
 
 
-class SharedKeyAttention:
+class SharedKeyAttention(TokenMixer):
     """Attention of a layer without keys of its own: its queries attend to another layer's keys and values (cross-layer KV sharing:
     Brandon et al. 2024, arXiv:2405.12981)."""
 
-    def __init__(self, load: Loader, window: int) -> None:
-        shape, size = load.shape, load.shape.keys(window).size
-        self.shape = shape
-        self.window = window
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        shape, window, size = self.shape, self.window, self.shape.keys(self.window).size
         norm, _, output = (f"{shape.attention_name}.{part}" for part in shape.attention_parts)
         self.inward = load.heads(
             "", [f"{shape.attention_name}.q_proj"], [shape.query_heads(window) * size], shape.qkv_bias, [size], shape.order(window)
         )
         self.query_norm = load.gains(norm, size) if shape.qk_norm else None
         self.output = load.rows(output, shape.query_heads(window) * size, shape.output_bias)
-        self.scales: Tensor | None = None  # the other layer's FP8 scales of keys and values
+        self.scales = load.layer(shape.source(self.index)).cache_scales(shape.keys(window).heads)  # of the other layer
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """See `HeadAttention`."""
-        return (self,)
-
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """See `HeadAttention`; layer: of the cache, the other layer's, to which nothing is written."""
-        shape = self.shape
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `HeadAttention`. Nothing is written to the cache, which has the other layer's keys and values for this one."""
+        shape, layer = self.shape, cache.layers[self.index]
         query = rotate(stream.through(norm, self.inward), places.rotary, self.query_norm, shape.norm_epsilon)
         scales = self.scales if layer.dtype != query.dtype else None
         return attention(

@@ -9,11 +9,11 @@ from typing import Any
 from .dense_families import BEHIND, granite, llama
 from .fields import AGAIN, FULL, LINEAR, SHORT, SLIDING, Config, expect, number, said, shown
 from .parts import biased, common, layer_kinds, layers_of, windows_of
-from .recurrent_shapes import LinearAttentionShape, ShortConvolutionShape
+from .recurrent_shapes import LinearAttentionShape, ShortConvolutionShape, StateSpaceShape
 from .ropes import ROPES, rope_of_kind, ropes_by_kind, rotary_size, with_rope
 from .shape import PLAIN, Shape, Unsupported
 from .sparse_families import GRANITE_MOE, mixed, one_for_all, with_granites_experts
-from .traits import Mixture
+from .traits import Gates, Mixture
 
 # transformers' defaults, which some checkpoints rely on.
 QWEN: Config = {
@@ -60,6 +60,7 @@ LFM3_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
 }
+AROUND_LFM3 = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
 LFM2_MOE: Config = {
     "num_attention_heads": 32,
     "num_experts": 32,
@@ -70,8 +71,8 @@ LFM2_MOE: Config = {
 OLMO_HYBRID: Config = {"max_position_embeddings": 65_536, "linear_conv_kernel_dim": 4}
 # transformers' names of norms, and the hub's, which transformers also writes, even for layers with attention.
 OLMO_HYBRID_NAMES = (("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm"))
-# Fields that Qwen 3.5's config.json may have and transformers does not read.
 ENDLESS = 1e300  # from this number on there is no limit
+# Fields that Qwen 3.5's config.json may have and transformers does not read.
 ALWAYS = {"attn_output_gate": True, "norm_topk_prob": True}
 
 
@@ -105,7 +106,7 @@ def hybrid(config: Config, joint: int, turned: float = 0.25) -> Shape:
     return replace(
         base,
         recurrent=_linear(config, layers, joint) if layers else None,
-        attention_gates=True,
+        gates=Gates(),
         qk_norm=True,
         centered_norms=True,
         rotary_size=rotary_size(config, base.head_size, turned),
@@ -198,7 +199,7 @@ def _bamba(config: Config) -> Shape:
     )
 
 
-def state_spaces(config: Config, layers: frozenset[int], features: int) -> LinearAttentionShape:
+def state_spaces(config: Config, layers: frozenset[int], features: int) -> StateSpaceShape:
     """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060). features: of the values of all heads."""
     heads, groups = config["mamba_n_heads"], config["mamba_n_groups"]
     size = config.get("mamba_d_head", "auto")
@@ -212,7 +213,7 @@ def state_spaces(config: Config, layers: frozenset[int], features: int) -> Linea
             f"config.json says mamba_n_heads {heads} and mamba_n_groups {groups}, of which the first must be a multiple: {AGAIN}"
         )
     expect(config, mamba_conv_bias=True, mamba_proj_bias=False)
-    return LinearAttentionShape(
+    return StateSpaceShape(
         layers=layers,
         key_heads=groups,
         value_heads=heads,
@@ -285,19 +286,14 @@ def _lfm3(config: Config) -> Shape:
     kinds = given.get("layer_types") or usual
     full, local = ropes_by_kind(with_rope(said(given), LFM3_ROPES), 1e6, 1e4)
     base = replace(biased(_short(given | {"rope_parameters": None}, kinds), given), rope=rope_of_kind(full))
-    before, behind = ("operator_norm", "ffn_norm"), ("post_operator_norm", "post_ffn_norm")
-    behind = behind if given.get("use_sandwich_norm", True) else ("", "")
-    gates = given.get("use_attention_gate", True)
     return replace(
         base,
         local_rope=rope_of_kind(local) if SLIDING in kinds else None,
         windows=windows_of(given, kinds),
-        attention_gates=gates,
-        head_gates=gates,
-        gates_name="gate_proj" if gates else "",
+        gates=Gates(name="gate_proj", by_head=True) if given.get("use_attention_gate", True) else None,
         modules=(("self_attn.gate_proj", "self_attn.g_proj"),),
         attention_parts=("q_norm", "k_norm", "o_proj"),
-        norms=(before[0], behind[0], before[1], behind[1]),
+        norms=AROUND_LFM3 if given.get("use_sandwich_norm", True) else base.norms,
     )
 
 
@@ -313,7 +309,7 @@ def _lfm2_moe(config: Config) -> Shape:
         chosen=given["num_experts_per_tok"],
         size=given["moe_intermediate_size"],
         normalized=given.get("norm_topk_prob", True),
-        sigmoid=True,
+        scores="sigmoid",
         correction="expert_bias" if given.get("use_expert_bias", True) else "",
         factor=number(given, "routed_scaling_factor", 1.0),
         least=1e-6,

@@ -13,12 +13,13 @@ from ...kernels.hyper_connections import mix
 from ...kernels.linear import Weight
 from ...kernels.reference import HyperConnectionWeights
 from ..parallel import Ranks
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 from .traits import HyperConnections
 
 
-class StreamMixer:
+class StreamMixer(Holder):
     """Mixes the streams for one part of a layer; see the subclasses."""
 
 
@@ -39,12 +40,14 @@ class HyperConnection(StreamMixer):
 class HyperStream(Stream):
     """A residual stream that is read and written through hyper-connections."""
 
-    def __init__(self, sums: Tensor, ranks: Ranks, epsilon: float, count: int, chosen: RowAdapters | None = None) -> None:
-        """sums: [tokens, hidden], the initial value of all streams."""
+    def __init__(
+        self, sums: Tensor, ranks: Ranks, epsilon: float, count: int, chosen: RowAdapters | None, tokens: Tensor | None
+    ) -> None:
+        """sums: [tokens, hidden], the initial value of all streams; tokens: their ids, for hash-routed experts."""
         super().__init__(sums, ranks, epsilon, chosen=chosen)
         self._all = sums.unsqueeze(1).repeat(1, count, 1)
         self._given: Tensor | None = None  # the weights by which the next output is added to the streams
-        self.tokens: Tensor | None = None  # ids of its tokens, for hash-routed experts
+        self.tokens = tokens
 
     def turn(self, mixing: StreamMixer | None) -> None:
         """Prepares the stream for a part of a layer: computes its input, and the weights for its output. None: for the LM head,

@@ -46,7 +46,8 @@ GLM_4V_MOE: Config = {"max_position_embeddings": 65_536, "attention_bias": True}
 GLM_OCR: Config = {"num_key_value_heads": 8, "max_position_embeddings": 131_072}
 PADDLE: Config = {"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5, "max_position_embeddings": 131_072}
 # Fields beside text_config that concern the text.
-BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "quantization", "image_token_id")
+TIES = "tie_word_embeddings"
+BESIDE_TEXT = (TIES, "quantization_config", "quantization", "image_token_id")
 BESIDE_COUNTS = (  # in which the first of these fields counts, not that of text_config
     *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
     *("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
@@ -213,11 +214,13 @@ def text_of(config: Config, architecture: str) -> Config:
     if not isinstance(own, dict):
         raise Unsupported(f"config.json says text_config {shown(own)}, an object is needed: {AGAIN}")
     beside = {name: config[name] for name in BESIDE_TEXT if name in config}
-    counts = {name: beside[name] for name in BESIDE_TEXT[:1] if architecture in BESIDE_COUNTS and name in beside}
-    if architecture in TIED:
-        counts = {name: beside.get(name, True) for name in BESIDE_TEXT[:1]}
-    if architecture in EITHER_COUNTS:
-        counts = {name: beside.get(name) or own.get(name, False) for name in BESIDE_TEXT[:1]}
+    found = beside | own | {"architectures": config["architectures"]}
+    if architecture in BESIDE_COUNTS and TIES in beside:
+        found[TIES] = beside[TIES]
+    elif architecture in TIED:
+        found[TIES] = beside.get(TIES, True)
+    elif architecture in EITHER_COUNTS:
+        found[TIES] = beside.get(TIES) or own.get(TIES, False)
     if architecture in NAMELESS:
-        own = {name: value for name, value in own.items() if name != "model_type"}
-    return beside | own | counts | {"architectures": config["architectures"]}
+        found.pop("model_type", None)
+    return found

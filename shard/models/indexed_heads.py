@@ -7,33 +7,31 @@ from torch import Tensor
 from ...kernels.indexed import BlockSelection
 from ...kernels.operations import rotate_and_write
 from ...kernels.ragged import needs_selection
+from ..cache import Cache
 from ..step import Step
 from .heads import HeadAttention
+from .holder import Holder
 from .loader import Loader
-from .lora import side_by_side
 from .mean_indexer import MeanIndexer
 from .rotary import Places
 from .stream import Stream
-from .traits import BlockIndex, PoolIndex
+from .traits import HeadIndex
 
 
-class BlockIndexer:
+class BlockIndexer(Holder):
     """The index of block sparse attention: a query for each of this rank's key heads, and one key for all, of the size of
     attention's keys and rotated like them."""
 
-    def __init__(self, load: Loader, index: BlockIndex) -> None:
+    def __init__(self, load: Loader, index: HeadIndex) -> None:
         self.index = index
         self.epsilon = load.shape.norm_epsilon
         query, key = (f"self_attn.index_{part}" for part in "qk")
-        asked = [f"{query}_proj"], [index.heads * index.size]
-        queries = load.outwards(*asked, wholes=[index.size])
-        both = load.joined((queries, load.matrix(f"{key}_proj", index.size, load.shape.hidden, whole=True)))
-        features = load.shape.order(0)
-        own, wholes = index.own(load.ranks.size) * index.size, [index.size]
-        order = load.ordered(torch.arange(own + index.size), features)
-        change = load.lora(*asked, wholes=wholes, order=order[:own])
-        other = load.lora([f"{key}_proj"], [index.size], wholes=wholes, order=order[: index.size])
-        self.inward = load.laid_out(both[order], None, side_by_side(change, other))
+        features, size = load.shape.order(0), index.size
+        order = load.ordered(torch.arange(index.own(load.ranks.size) * size), features)
+        self.inward = load.fused(
+            load.projection([f"{query}_proj"], [index.heads * size], wholes=[size], order=order),
+            load.projection([f"{key}_proj"], [size], wholes=[size], order=order[:size]),
+        )
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{one}_norm", index.size), features) for one in (query, key))
 
     def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> BlockSelection | None:
@@ -53,17 +51,14 @@ class BlockIndexer:
 class SparseHeadAttention(HeadAttention):
     """Attention of a layer with such an index, in the place of `HeadAttention`."""
 
-    def __init__(self, load: Loader, index: BlockIndex | PoolIndex, window: int, turned: bool = True) -> None:
-        super().__init__(load, window, turned)
-        self.indexer = BlockIndexer(load, index) if isinstance(index, BlockIndex) else MeanIndexer(load, index)
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        index = load.shape.blocks
+        assert index is not None
+        self.indexer = BlockIndexer(load, index) if index.block else MeanIndexer(load, index)
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        return (self, self.indexer)
-
-    def choose(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor, index_keys: Tensor) -> Tensor:
-        """As `__call__`. index_keys: the layer's, in the cache."""
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `HeadAttention`. Writes index keys, too."""
         x = stream.normalized(norm)
-        asked = self.indexer(x, stream, places, step, index_keys)
-        return self.attend(stream.product(x, self.inward), step, places, layer, asked)
+        asked = self.indexer(x, stream, places, step, cache.index_keys[self.index])
+        return self.attend(stream.product(x, self.inward), step, places, cache.layers[self.index], asked)

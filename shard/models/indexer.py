@@ -9,6 +9,7 @@ from ...kernels.indexed import TokenSelection
 from ...kernels.operations import layer_norm, rotate_and_write_index
 from ...kernels.ragged import needs_selection
 from ..step import Step
+from .holder import Holder
 from .loader import Loader
 from .rotary import Places
 from .sharpening import ScalableSoftmax
@@ -18,7 +19,7 @@ NAME = "self_attn.indexer"
 EPSILON = 1e-6  # of the layer norm on the queries' input, whatever other norms have
 
 
-class Indexer:
+class Indexer(Holder):
     """An indexer. Its queries are projected from query latents or from the residual stream; its keys and head weights from the
     stream."""
 
@@ -28,19 +29,14 @@ class Indexer:
         hidden = load.shape.hidden
         self.inputs = hidden if index.streaming else latent.queries  # features that queries are projected from
         queries = load.matrix(f"{NAME}.wq_b", index.heads * index.size, self.inputs, whole=True)
-        self.query = load.laid_out(self._by_order(queries), None)
-        self.key = load.laid_out(self._by_order(load.matrix(f"{NAME}.wk", index.size, hidden, whole=True)), None)
+        self.query = load.laid_out(self._by_order(queries))
+        self.key = load.laid_out(self._by_order(load.matrix(f"{NAME}.wk", index.size, hidden, whole=True)))
         self.weights = load.whole(f"{NAME}.weights_proj", index.heads, wide=True)
         self.norm = _layer_norm(load, f"{NAME}.k_norm", index.size)[:, self._order]
         self.query_norm = _layer_norm(load, f"{NAME}.q_input_norm", hidden) if index.streaming else None
         self.sharpening = (
             ScalableSoftmax(load, f"{NAME}.softmax_scaling", index.heads, whole=True) if index.scalable_softmax else None
         )
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        return (self,) if self.sharpening is None else (self, self.sharpening)
 
     def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> TokenSelection | None:
         """The index queries of a step's tokens; None if everything is attended to. Writes index keys to the cache.

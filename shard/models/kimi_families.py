@@ -43,6 +43,7 @@ NAMES = {
     "moe_renormalize": "norm_topk_prob",
 }
 INNER = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim"}
+MLP_NAMES = ("mlp.", "block_sparse_moe.")  # of dense MLPs: the hub's, and that which transformers writes
 LAYERS = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # lists of layers, counted from 1
 
 
@@ -62,16 +63,20 @@ def _kimi_linear(config: Config) -> Shape:
     if not config.get("layer_types") and all(name in inner for name in LAYERS):
         kinds = _counted(inner, base.layers)
     layers = linear_layers(kinds)
-    heads, size = given["linear_num_heads"], given["linear_head_dim"]
-    linear = KimiDeltaShape(
-        layers=layers, key_heads=heads, value_heads=heads, key_size=size, value_size=size, width=given["linear_conv_kernel_dim"]
-    )
     return replace(
         with_experts(scored_by_kinds(base, given), name="block_sparse_moe", names=("w1", "w3", "w2")),
-        recurrent=linear if layers else None,
+        recurrent=kimi_delta(given, layers) if layers else None,
         nope_layers=frozenset(range(base.layers)),
-        mlp_alias="block_sparse_moe",  # as transformers writes it
-        modules=(("block_sparse_moe.", "mlp."), ("self_attn.f_", "self_attn.forget_gate.f_")),
+        aliases=(MLP_NAMES,),
+        modules=(MLP_NAMES, MLP_NAMES[::-1], ("self_attn.f_", "self_attn.forget_gate.f_")),
+    )
+
+
+def kimi_delta(given: Config, layers: frozenset[int], bound: float = 0.0) -> KimiDeltaShape:
+    """Kimi Delta Attention in these layers."""
+    heads, size, width = given["linear_num_heads"], given["linear_head_dim"], given["linear_conv_kernel_dim"]
+    return KimiDeltaShape(
+        layers=layers, key_heads=heads, value_heads=heads, key_size=size, value_size=size, width=width, bound=bound
     )
 
 

@@ -5,31 +5,34 @@ import torch
 from torch import Tensor
 
 from ...kernels.gated_delta import gated_delta, gated_norm
-from ...kernels.linear import Weight
-from ...kernels.spans import RecurrentStates
+from ..cache import Cache
 from ..step import Step
-from .linear_attention import RecurrentAttention, fuse_projections, project_both
+from .linear_attention import fuse_projections, project_both
 from .loader import Loader
 from .recurrent_shapes import KimiDeltaShape
+from .rotary import Places
 from .stream import Stream
+from .token_mixer import TokenMixer
 
 NAME = "self_attn"
 
 
-class KimiDeltaAttention(RecurrentAttention):
+class KimiDeltaAttention(TokenMixer):
     """A layer of Kimi Delta Attention. Decays and output gates have low-rank projections; every rank has the down-projections
     whole."""
 
     def __init__(self, load: Loader, linear: KimiDeltaShape) -> None:
+        super().__init__(load)
         heads, few = linear.value_heads, linear.value_size
         self.epsilon = load.shape.norm_epsilon
         self.few, self.channels, self.bound = few, linear.channels(load.ranks.size), linear.bound
-        mixed, making = ([f"{NAME}.{part}_proj" for part in "qkv"], linear.sizes), [f"{NAME}.{part}_a_proj" for part in "fg"]
-        made = [load.all_bits(name, few) for name in making]
-        gating = torch.cat((*made, load.unrounded([f"{NAME}.b_proj"], [heads])))
-        change = load.lora([*making, f"{NAME}.b_proj"], [few, few, heads], wholes=(few, few, 1))
-        self.inward, self.gating = fuse_projections(load, (load.outwards(*mixed), load.lora(*mixed)), (gating, change))
-        self.fades, self.gates = (self._by_heads(load, f"{NAME}.{part}_b_proj", linear.sizes[-1]) for part in "fg")
+        mixed = load.projection([f"{NAME}.{part}_proj" for part in "qkv"], linear.sizes)
+        making = [f"{NAME}.{part}_proj" for part in ("f_a", "g_a", "b")]
+        gating = load.projection(making, [few, few, heads], wholes=(few, few, 1), unrounded=True)
+        self.inward, self.gating = fuse_projections(load, mixed, gating)
+        self.fades, self.gates = (
+            load.fused(load.projection([f"{NAME}.{part}_b_proj"], linear.sizes[-1:], inputs=few, unrounded=True)) for part in "fg"
+        )
         self.rates = -load.each_head(f"{NAME}.A_log", heads, within=2).exp()
         self.offsets = load.each_head(f"{NAME}.dt_bias", linear.sizes[-1])
         parts = zip("qkv", linear.sizes, strict=True)
@@ -38,15 +41,12 @@ class KimiDeltaAttention(RecurrentAttention):
         self.gains = load.source.tensor(f"{load.prefix}{NAME}.o_norm.weight", (few,))
         self.output = load.rows(f"{NAME}.o_proj", linear.sizes[-1], bias=False)
 
-    def _by_heads(self, load: Loader, name: str, size: int) -> Weight:
-        return load.laid_out(load.all_bits(name, size, self.few, cut=True), None, load.lora([name], [size], inputs=self.few))
-
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
-        """See `RecurrentAttention`. The result: [tokens, this rank's heads * value size]."""
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's heads * value size]."""
         assert step.spans is not None
         mixed, gating = project_both(stream, norm, self.inward, self.gating, self.channels)
         fading, opening, strengths = gating.split_with_sizes((self.few, self.few, gating.shape[1] - 2 * self.few), 1)
         fades, gates = stream.product(fading.contiguous(), self.fades), stream.product(opening.contiguous(), self.gates)
-        by = self.taps, self.rates, self.offsets, step.spans, states
+        by = self.taps, self.rates, self.offsets, step.spans, cache.states[self.index]
         found = gated_delta(mixed, strengths, fades, *by, bound=self.bound)
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=True).flatten(1)

@@ -10,7 +10,7 @@ from .parts import biased, common, layers_of
 from .ropes import MISTRAL_YARN, sharpness, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import scored, scored_by_kinds, with_experts
-from .traits import HyperConnections, Index, Latent
+from .traits import Gates, HyperConnections, Index, Latent
 
 # transformers' defaults, which some checkpoints rely on.
 FEATURES: Config = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -217,7 +217,13 @@ def _indexed(given: Config, neighbours: bool, borrowing: frozenset[int] = frozen
             f"config.json says q_lora_rank {shown(given['q_lora_rank'])}, index_head_dim {index.size} and qk_rope_head_dim "
             f"{given['qk_rope_head_dim']}: an index needs latents of queries, and heads as large as what turns of keys"
         )
-    return scored_by_kinds(replace(base, latent=replace(base.latent, index=index)), given)
+    return scored_by_kinds(with_latent(base, index=index), given)
+
+
+def with_latent(base: Shape, **fields: Any) -> Shape:
+    """The shape with these fields of its latents replaced."""
+    assert base.latent is not None
+    return replace(base, latent=replace(base.latent, **fields))
 
 
 def _deepseek_v2(config: Config) -> Shape:
@@ -266,11 +272,9 @@ def _ax_k1(config: Config) -> Shape:
 def _ax_k2(config: Config) -> Shape:
     """SK Telecom's A.X K2: DeepSeek V3.2 with gated attention, and gates on the norms before attention and experts."""
     expect(config, rope_interleave=True)
-    base = _indexed(AX_K2 | config, neighbours=False)
-    assert base.latent is not None
+    base = with_latent(_indexed(AX_K2 | config, neighbours=False), gated=True)
     return replace(
         with_experts(base, zeroed=True),
-        latent=replace(base.latent, gated=True),
         norm_gates=(AX_K2 | config)["gated_norm_rank"],
         aliases=AX_K2_NAMES,
         modules=(("q_gate_proj", "q_b_proj"),),
@@ -296,8 +300,7 @@ def _minicpm_3(config: Config) -> Shape:
 def hy_4_vl(config: Config) -> Shape:
     """Hy 4's language model with images: the latents' norms have the model's epsilon, and the rotary embedding is interleaved."""
     found = _hy_4(HY_4_VL | config, neighbours=True)
-    assert found.latent is not None
-    return replace(found, latent=replace(found.latent, epsilon=found.norm_epsilon))
+    return with_latent(found, epsilon=found.norm_epsilon)
 
 
 def _hy_4(config: Config, neighbours: bool = False) -> Shape:
@@ -312,9 +315,8 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
     return replace(
         base,
         hyper=HyperConnections(count=given["hc_mult"], magnitude=number(given, "hc_magnitude", 2.0), epsilon=epsilon),
-        attention_gates=True,
-        gates_name="gate_proj",
-        sinks=True,
+        gates=Gates(name="gate_proj"),
+        sinks="sinks",
         precise_logits=True,
         aliases=HY_4_NAMES,
     )
@@ -322,7 +324,7 @@ def _hy_4(config: Config, neighbours: bool = False) -> Shape:
 
 def with_softmax_router(base: Shape, **more: Any) -> Shape:
     """The same shape, but router scores are a softmax without correction bias."""
-    return with_experts(base, sigmoid=False, correction="", **more)
+    return with_experts(base, scores="softmax", correction="", **more)
 
 
 LATENT: dict[str, Callable[[Config], Shape]] = {

@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...kernels.codes import QuantizedWeight
 from ...kernels.expanded import Plan as Expanded
 from ...kernels.linear import Invariance, Weight, by_onednn
 from ...kernels.operations import rms_norm, rotate_and_write_latents
 from ...kernels.ragged import AttentionOptions, Plan, attention, attention_to_expanded
 from ...kernels.reference import lane_invariant
+from ..cache import Cache
 from ..step import Step
+from .holder import Holder
 from .indexer import Indexer
-from .loader import Loader
-from .lora import ColumnLora, side_by_side
+from .loader import Loader, Projection
 from .pool_indexer import PoolIndexer
 from .rotary import Places
 from .sharpening import ScalableSoftmax
 from .stream import Stream
-from .traits import Latent
+from .token_mixer import TokenMixer
 
 LATENTS = "self_attn.kv_a_proj_with_mqa"
 # Multiplications per head from which `torch.bmm` calls MKL on a CPU; smaller products it computes itself, summing in another order.
@@ -35,7 +35,7 @@ LATENTS = "self_attn.kv_a_proj_with_mqa"
 SHORT = 400
 
 
-class PerHeadWeight:
+class PerHeadWeight(Holder):
     """A batched matrix product with one weight per head: the up-projection of MLA latents to keys or to values."""
 
     def __init__(self, weights: Tensor, exact: Invariance) -> None:
@@ -61,38 +61,28 @@ class PerHeadWeight:
         return torch.bmm(x.transpose(0, 1), self._weights).transpose(0, 1)[:tokens]
 
 
-class LatentAttention:
-    """The MLA attention of a layer, with the same role as `HeadAttention`."""
+class LatentAttention(TokenMixer):
+    """The MLA attention of a layer."""
 
-    def __init__(self, load: Loader, latent: Latent, window: int, indexing: bool) -> None:
-        """indexing: the layer has its own indexer, if the model has sparse attention."""
-        shape = load.shape
-        self.shape = shape
+    def __init__(self, load: Loader) -> None:
+        super().__init__(load)
+        shape, latent = self.shape, self.shape.latent_of(self.index)
+        assert latent is not None
         self.latent = latent
-        self.window = window
         asked = shape.heads * (latent.plain + latent.turned)
-        order = self._order(latent.width, latent.size)
-        latents = load.matrix(LATENTS, latent.width, shape.hidden, whole=True)[order]
-        change = load.lora([LATENTS], [latent.width], wholes=(latent.width,), order=order)
-        queries = latent.queries
+        width, queries, gates = latent.width, latent.queries, shape.heads * latent.values
+        parts = [load.projection([LATENTS], [width], wholes=[width], order=self._order(width, latent.size))]
         if queries:
-            first = load.matrix("self_attn.q_a_proj", queries, shape.hidden, whole=True)
-            other = load.lora(["self_attn.q_a_proj"], [queries], wholes=(queries,))
-            query, changed = self._asking(load)
+            parts.insert(0, load.projection(["self_attn.q_a_proj"], [queries], wholes=[queries]))
         else:
             order = self._order(asked // load.ranks.size, latent.plain)
-            first = load.matrix("self_attn.q_proj", asked, shape.hidden)[order]
-            other = load.lora(["self_attn.q_proj"], [asked], order=order)
-        parts, changes, gates = [first, latents], [other, change], shape.heads * latent.values
-        if shape.attention_gates:
-            gating = f"self_attn.{shape.gates_name}"
-            parts.insert(0, load.matrix(gating, gates, shape.hidden))
-            changes.insert(0, load.lora([gating], [gates]))
-        self.gates = gates // load.ranks.size if shape.attention_gates else 0  # number of columns of `inward`, the first ones
-        bias = self._bias(load, asked // load.ranks.size)
-        self.inward = load.laid_out(load.joined(parts), bias, side_by_side(*changes))
-        self.query = load.laid_out(query, None, changed) if queries else None
-        self.query_norm = load.gains("self_attn.q_a_layernorm", latent.queries) if latent.queries else None
+            parts.insert(0, load.projection(["self_attn.q_proj"], [asked], order=order))
+        if shape.gates:
+            parts.insert(0, load.projection([f"self_attn.{shape.gates.name}"], [gates]))
+        self.gates = gates // load.ranks.size if shape.gates else 0  # number of columns of `inward`, the first ones
+        self.inward = load.fused(*parts, bias=self._bias(load, asked // load.ranks.size))
+        self.query = load.fused(self._asking(load)) if queries else None
+        self.query_norm = load.gains("self_attn.q_a_layernorm", queries) if queries else None
         self.latent_norm = load.gains("self_attn.kv_a_layernorm", latent.size)
         each = latent.plain + latent.values
         both = load.dense(load.matrix("self_attn.kv_b_proj", shape.heads * each, latent.size)).view(-1, each, latent.size)
@@ -100,27 +90,20 @@ class LatentAttention:
         self.to_keys = PerHeadWeight(both[:, : latent.plain].contiguous(), load.exact)  # [heads, plain, size]
         self.to_values = PerHeadWeight(both[:, latent.plain :].transpose(1, 2).contiguous(), load.exact)  # [heads, size, values]
         choosing = PoolIndexer if latent.index and latent.index.pool else Indexer
-        self.indexer = choosing(load, latent, latent.index) if latent.index and indexing else None
-        self.sinks = load.each_head(f"self_attn.{shape.sinks_name}", shape.heads) if shape.has_sinks(window) else None
+        self.indexer = choosing(load, latent, latent.index) if latent.index and load.index in shape.indexing else None
+        self.sinks = load.each_head(f"self_attn.{shape.sinks}", shape.heads) if shape.has_sinks(self.window) else None
         self.sharpening = ScalableSoftmax(load, "self_attn.softmax_scaling", shape.heads) if shape.scalable_softmax else None
         self.output = load.rows("self_attn.o_proj", shape.heads * latent.values, shape.output_bias)
 
-    def _asking(self, load: Loader) -> tuple[Tensor | QuantizedWeight, ColumnLora | None]:
-        """The up-projection from query latents to queries, and its LoRA change."""
+    def _asking(self, load: Loader) -> Projection:
+        """The up-projection from query latents to queries."""
         inputs, outputs = self.latent.queries, load.shape.heads * (self.latent.plain + self.latent.turned)
         order = self._order(outputs // load.ranks.size, self.latent.plain)
-        changed = load.lora(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
-        return load.matrix("self_attn.q_b_proj", outputs, inputs)[order], changed
+        return load.projection(["self_attn.q_b_proj"], [outputs], order=order, inputs=inputs)
 
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        found = self, self.to_keys, self.to_values, self.sharpening, *(self.indexer.parts if self.indexer else ())
-        return tuple(part for part in found if part is not None)
-
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, layer: Tensor) -> Tensor:
-        """See `HeadAttention`. The result: [tokens, this rank's heads * latent.values]."""
-        latent, width, cached = self.latent, self.latent.width, self.shape.head_size
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's heads * latent.values]."""
+        latent, width, cached, layer = self.latent, self.latent.width, self.shape.head_size, cache.layers[self.index]
         x = stream.normalized(norm) if self.indexer else None
         joint = stream.through(norm, self.inward) if x is None else stream.product(x, self.inward)
         gates, asked, latents = joint[:, : self.gates], joint[:, self.gates : -width], joint[:, -width:]

@@ -4,13 +4,14 @@ the norm of a low-rank projection of that. Every rank has it whole."""
 from torch import Tensor
 
 from ...kernels.operations import rms_norm
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 
 NAMES = ("laurel.linear_left", "laurel.linear_right")
 
 
-class LaurelBlock:
+class LaurelBlock(Holder):
     """The LAuReL branch of a layer."""
 
     factor = 2**-0.5  # multiplies the stream once attention's output is added as well
@@ -19,10 +20,8 @@ class LaurelBlock:
         """size: rank of the projection."""
         hidden, (left, right) = load.shape.hidden, NAMES
         self._epsilon = load.shape.norm_epsilon
-        self.inward = load.laid_out(load.all_bits(left, size), None, load.lora([left], [size], wholes=(size,)))
-        self.outward = load.laid_out(
-            load.all_bits(right, hidden, size), None, load.lora([right], [hidden], wholes=(hidden,), inputs=size)
-        )
+        self.inward = load.fused(load.projection([left], [size], wholes=[size], unrounded=True))
+        self.outward = load.fused(load.projection([right], [hidden], wholes=[hidden], inputs=size, unrounded=True))
         self.norm = load.gains("laurel.post_laurel_norm", hidden)
 
     def __call__(self, stream: Stream, before: Tensor | None) -> None:

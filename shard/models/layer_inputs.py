@@ -12,12 +12,13 @@ from torch.nn import functional
 
 from ...kernels.operations import rms_norm
 from ...kernels.reference import lane_invariant
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 from .traits import PerLayerShape
 
 
-class PerLayerEmbedding:
+class PerLayerEmbedding(Holder):
     """The table and projection of all layers' inputs."""
 
     def __init__(self, load: Loader, inputs: PerLayerShape) -> None:
@@ -48,7 +49,7 @@ class PerLayerEmbedding:
         return per_layer.add_(made).mul_(2**-0.5).transpose(0, 1)
 
 
-class PerLayerInput:
+class PerLayerInput(Holder):
     """The gate and projection of one layer."""
 
     def __init__(self, load: Loader, inputs: PerLayerShape) -> None:

@@ -191,7 +191,7 @@ def _averaged(given: Config) -> Mixture:
         chosen=given["num_experts_per_tok"],
         size=given["intermediate_size"],
         normalized=scores == "softmax" or given["norm_topk_prob"],
-        sigmoid=scores == "sigmoid",
+        scores=scores,
         factor=factor,
         shared=shared,
         shared_name="shared_experts",

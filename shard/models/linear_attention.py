@@ -1,8 +1,8 @@
-"""Layers of linear attention, which keep a recurrent state of fixed size per sequence in place of a KV cache: the base classes, and
+"""Layers of linear attention, which keep a recurrent state of fixed size per sequence in place of a KV cache: the base class, and
 the gated delta rule of Qwen3-Next and Qwen 3.5 (Yang et al. 2024, arXiv:2412.06464): see `kernels.gated_delta`. Knows where
 checkpoints have its tensors."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -12,44 +12,22 @@ from ...kernels.codes import QuantizedWeight
 from ...kernels.gated_delta import gated_delta, gated_norm
 from ...kernels.linear import Weight
 from ...kernels.spans import RecurrentStates, Spans
+from ..cache import Cache
 from ..step import Step
-from .loader import Loader
-from .lora import ColumnLora, side_by_side
+from .loader import Loader, Projection
 from .recurrent_shapes import LinearAttentionShape
+from .rotary import Places
 from .stream import Stream
+from .token_mixer import TokenMixer
 
 NAME = "linear_attn"
 
 
-class RecurrentAttention(ABC):
-    """A layer's linear attention or short convolution: as `HeadAttention`, but with recurrent states in place of a KV cache."""
-
-    inward: Weight
-    output: Weight
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        """Objects that hold its weights."""
-        return (self,)
-
-    @abstractmethod
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
-        """The input of the projection `output`, [tokens, this rank's part of its features]. Updates `states`.
-
-        norm: gains of the norm before it; states: the layer's recurrent states.
-        """
-
-
-# The weight of a projection from the residual stream, and its LoRA change.
-ProjectionAndLora = tuple[Tensor | QuantizedWeight, ColumnLora | None]
-
-
-def fuse_projections(load: Loader, inward: ProjectionAndLora, gating: ProjectionAndLora) -> tuple[Weight, Weight | None]:
-    """Both projections fused into one product, or as two products where one of them is quantized."""
-    (first, change), (second, other) = inward, gating
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
-        return load.laid_out(first, None, change), load.laid_out(second, None, other)
-    return load.laid_out(torch.cat((first, second)), None, side_by_side(change, other)), None
+def fuse_projections(load: Loader, inward: Projection, gating: Projection) -> tuple[Weight, Weight | None]:
+    """Both projections fused into one product, or as two products where the first is quantized."""
+    if isinstance(inward.weight, QuantizedWeight):
+        return load.fused(inward), load.fused(gating)
+    return load.fused(inward, gating), None
 
 
 def project_both(stream: Stream, norm: Tensor | None, inward: Weight, gating: Weight | None, outputs: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +40,7 @@ def project_both(stream: Stream, norm: Tensor | None, inward: Weight, gating: We
     return stream.product(x, inward), stream.product(x, gating)
 
 
-class LinearAttention(RecurrentAttention):
+class LinearAttention(TokenMixer):
     """A layer of linear attention after a convolution, whose subclasses define the update rule."""
 
     def __init__(
@@ -70,12 +48,13 @@ class LinearAttention(RecurrentAttention):
         load: Loader,
         linear: LinearAttentionShape,
         name: str,
-        inward: ProjectionAndLora,
-        gating: ProjectionAndLora,
+        inward: Projection,
+        gating: Projection,
         output: str = "out_proj",
     ) -> None:
         """name: the module that has its tensors; inward: the projection to the convolution's channels (queries, keys and values)
         and to the output gate; gating: that to the heads' beta and decay, or time steps; output: the output projection's name."""
+        super().__init__(load)
         self.epsilon = load.shape.norm_epsilon
         *_, values = linear.sizes
         self.channels, self.size = linear.channels(load.ranks.size), values // load.ranks.size
@@ -84,11 +63,11 @@ class LinearAttention(RecurrentAttention):
         self.offsets = load.each_head(f"{name}.dt_bias", linear.value_heads)
         self.output = load.rows(f"{name}.{output}", values, bias=False)
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
-        """See `RecurrentAttention`. The result: [tokens, this rank's value heads * value size]."""
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's value heads * value size]."""
         assert step.spans is not None
         joint, gating = project_both(stream, norm, self.inward, self.gating, self.channels + self.size)
-        return self.found(joint[:, : self.channels], joint[:, self.channels :], gating, step.spans, states)
+        return self.found(joint[:, : self.channels], joint[:, self.channels :], gating, step.spans, cache.states[self.index])
 
     @abstractmethod
     def found(self, mixed: Tensor, gates: Tensor, gating: Tensor, spans: Spans, states: RecurrentStates) -> Tensor:
@@ -117,26 +96,22 @@ class GatedDelta(LinearAttention):
         return gated_norm(found, gates.view(found.shape), self.gains, self.epsilon, sigmoid=self.sigmoid).flatten(1)
 
 
-def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAndLora, ProjectionAndLora]:
+def _by_parts(load: Loader, linear: LinearAttentionShape) -> tuple[Projection, Projection]:
     """The input projections as Qwen 3.5 stores them: to queries, keys, values and the output gate, and to beta and decay."""
-    mixed = ("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv"
-    gates = (f"{NAME}.in_proj_z",), linear.sizes[-1:]
+    mixed = load.projection(("", "", ""), linear.sizes, f"{NAME}.in_proj_qkv")
+    gates = load.projection((f"{NAME}.in_proj_z",), linear.sizes[-1:])
     gating = (f"{NAME}.in_proj_b", f"{NAME}.in_proj_a"), (linear.value_heads,) * 2
-    inward = load.joined((load.outwards(*mixed), load.outwards(*gates)))
-    change = side_by_side(load.lora(*mixed), load.lora(*gates))
-    return (inward, change), (load.unrounded(*gating), load.lora(*gating))
+    return load.side_by_side(mixed, gates), load.projection(*gating, unrounded=True)
 
 
-def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[ProjectionAndLora, ProjectionAndLora]:
+def _by_heads(load: Loader, linear: LinearAttentionShape) -> tuple[Projection, Projection]:
     """As `_by_parts`, as Qwen3-Next stores them: in two fused tensors, each with one key head's outputs after the other's."""
     heads, times = linear.key_heads, linear.value_heads // linear.key_heads
     each = [linear.key_size] * 2 + [times * linear.value_size] * 2
-    inward = (f"{NAME}.in_proj_qkvz",), (heads * sum(each),)
-    gating = (f"{NAME}.in_proj_ba",), (2 * times * heads,)
     order, other = (_apart(heads // load.ranks.size, sizes) for sizes in (each, [times] * 2))
     return (
-        (load.outwards(*inward)[order], load.lora(*inward, order=order)),
-        (load.unrounded(*gating)[other], load.lora(*gating, order=other)),
+        load.projection([f"{NAME}.in_proj_qkvz"], [heads * sum(each)], order=order),
+        load.projection([f"{NAME}.in_proj_ba"], [2 * times * heads], order=other, unrounded=True),
     )
 
 

@@ -68,7 +68,7 @@ def _mixtures(given: Config, base: Shape) -> tuple[Mixture | None, ...]:
         normalized=False,
         shared=base.intermediate,
         shared_gate="",
-        sigmoid=True,
+        scores="sigmoid",
         inputs_first=True,
         entering=True,
         name="feed_forward",

@@ -4,6 +4,7 @@ LM head divided by vocabulary."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ...kernels.linear import Invariance, Weight
 from ..parallel import Ranks
 from ..weights import Source
 from .codes import READERS, matrix
-from .lora import ColumnLora, LoraAdapters, LoraTarget, Part, RowLora
+from .lora import ColumnLora, LoraAdapters, LoraTarget, Part, RowLora, side_by_side
 from .renamed import paired_name
 from .shape import Shape
 
@@ -25,19 +26,40 @@ FEATURES = 1 << 28
 Cut = tuple[int, int, int] | None  # (dimension, start, stop) along it; None: all
 
 
+class Projection(NamedTuple):
+    """The weight of a column-parallel projection before it is laid out, and its LoRA change."""
+
+    weight: Tensor | QuantizedWeight
+    change: ColumnLora | None
+
+
 class Loader:
-    """Reads this rank's part of the named tensors of one layer (or of the model, with an empty prefix)."""
+    """Reads this rank's part of the named tensors of one layer (or of what is beside the layers)."""
 
     def __init__(
-        self, source: Source, shape: Shape, ranks: Ranks, prefix: str, exact: Invariance, adapters: LoraAdapters | None = None
+        self,
+        source: Source,
+        shape: Shape,
+        ranks: Ranks,
+        root: str,
+        exact: Invariance,
+        adapters: LoraAdapters | None = None,
+        index: int = -1,
     ) -> None:
-        """adapters: LoRA adapters that requests may use."""
+        """root: prefix of all tensor names; adapters: LoRA adapters that requests may use; index: the layer's number; -1: for what
+        is beside the layers."""
         self.source = source
         self.adapters = adapters
         self.exact = exact
         self.shape = shape
         self.ranks = ranks
-        self.prefix = prefix
+        self.root = root
+        self.index = index
+        self.prefix = f"{root}layers.{index}." if index >= 0 else root
+
+    def layer(self, index: int) -> "Loader":
+        """For one of the layers."""
+        return Loader(self.source, self.shape, self.ranks, self.root, self.exact, self.adapters, index)
 
     def gains(self, name: str, size: int) -> Tensor:
         """The gains of a norm, which every rank has whole, in the form of `Stream`. Where they are stored minus 1, those of an RMS
@@ -61,12 +83,17 @@ class Loader:
         full = (sum(sizes), *more)
         return [self.source.tensor(self.prefix + name, full, cut) for cut in self._cuts(full, sizes, wholes)]
 
-    def matrices(self, name: str, sizes: Sequence[int], wholes: Iterable[int]) -> list[Tensor | QuantizedWeight]:
-        """The same of a matrix [sum of sizes, hidden], which may be quantized. Its last part is not quantized at load, as in
-        `unrounded`."""
-        full = sum(sizes), self.shape.hidden
+    def projections(self, name: str, sizes: Sequence[int], wholes: Iterable[int], factors: Sequence[float]) -> list[Projection]:
+        """The same of a matrix [sum of sizes, hidden], each part times a factor. The last one is dense, as in `unrounded`."""
+        full, names = (sum(sizes), self.shape.hidden), self._matrix_names(name)
         *cuts, last = self._cuts(full, sizes, wholes)
-        return [*(self._matrix(name, full, cut) for cut in cuts), self._unrounded(name, full, last)]
+        weights = [*(self._matrix(name, full, cut) for cut in cuts), self._unrounded(name, full, last)]
+        found = list[Projection]()
+        for weight, cut, factor in zip(weights, (*cuts, last), factors, strict=True):
+            _, start, stop = cut or (0, 0, full[0])
+            change = ColumnLora([Part(names, full[0], start, stop, factor)], full[1]) if self.adapters is not None else None
+            found.append(Projection(self.times(weight, factor), change))
+        return [*found[:-1], Projection(self.dense(found[-1].weight), found[-1].change)]
 
     def _cuts(self, full: tuple[int, ...], sizes: Sequence[int], wholes: Iterable[int]) -> list[Cut]:
         firsts = accumulate(sizes, initial=0)
@@ -79,14 +106,14 @@ class Loader:
         full, along = (full, within) if self.source.has(self.prefix + name, full) else ((heads,), 0)
         return self.source.tensor(self.prefix + name, full, self._cut(full, along, 0, heads), torch.float32).flatten()
 
-    def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False, change: LoraTarget | None = None) -> Weight:
+    def whole(self, name: str, outputs: int, bias: bool = False, wide: bool = False) -> Weight:
         """A dense matrix [outputs, hidden] that every rank has whole, unpacked where the checkpoint has it quantized; wide: in
-        float32; change: its LoRA change, if it is not wide."""
+        float32."""
         dtype, full = torch.float32 if wide else self.source.dtype, (outputs, self.shape.hidden)
         added = self.source.tensor(f"{self.prefix}{name}.bias", (outputs,), dtype=dtype) if bias else None
         if wide:
             return Weight(self.source.tensor(f"{self.prefix}{name}.weight", full, dtype=dtype), added, self.exact)
-        return self.laid_out(self.dense(self._unrounded(name, full, None)), added, change)
+        return self.laid_out(self.unrounded_matrix(name, outputs), added)
 
     def there(self, name: str) -> bool:
         """Whether the checkpoint has this matrix, quantized or not."""
@@ -110,22 +137,22 @@ class Loader:
         """Column-parallel matrices [size, hidden], concatenated: of each this rank's part of the outputs. joint: the fused tensor's
         name, in checkpoints that have one."""
         added = self.biases(names, sizes, joint) if bias else None
-        return self.laid_out(self.outwards(names, sizes, joint), added, self.lora(names, sizes, joint))
+        return self.fused(self.projection(names, sizes, joint), bias=added)
 
     def heads(
         self, joint: str, names: list[str], sizes: list[int], bias: bool, wholes: Sequence[int], features: Sequence[int]
     ) -> Weight:
         """As `columns`, for queries, keys and values, of which the first two are `ordered`, and for gates, which come last wherever
         they are stored. wholes: the size of a head of each; features: see `Shape.order`."""
-        beside = self.shape.attention_gates and not self.shape.gates_name
+        gated = self.shape.gates
+        beside, apart = gated is not None and not gated.name, gated is not None and gated.name != ""
         if beside:
             sizes = [2 * sizes[0], *sizes[1:]]
-        where = names, sizes, joint, wholes
-        found, added = self.outwards(*where, self.shape.attention_inputs), None
+        added = None
         if bias:
-            kept = len(names) - bool(self.shape.gates_name)
+            kept = len(names) - apart
             added = self.biases(names[:kept], sizes[:kept], joint, wholes[:kept])
-            if self.shape.gates_name:  # gates with a matrix of their own have no biases
+            if apart:  # gates with a matrix of their own have no biases
                 added = functional.pad(added, (0, self._own(sizes[-1], wholes[-1])[1]))
         order = None
         if features or beside:
@@ -135,8 +162,33 @@ class Loader:
                 queries, gates = queries.view(-1, 2, wholes[0]).transpose(0, 1).flatten(1)
                 others.append(gates)
             order = torch.cat((self.ordered(torch.cat((queries, keys)), features), *others))
-            found, added = found[order], added[order] if added is not None else None
-        return self.laid_out(found, added, self.lora(*where, order=order, inputs=self.shape.attention_inputs))
+            added = added[order] if added is not None else None
+        return self.fused(self.projection(names, sizes, joint, wholes, order, self.shape.attention_inputs), bias=added)
+
+    def projection(
+        self,
+        names: Sequence[str],
+        sizes: Sequence[int],
+        joint: str = "",
+        wholes: Iterable[int] = repeat(1),
+        order: Tensor | None = None,
+        inputs: int = 0,
+        unrounded: bool = False,
+    ) -> Projection:
+        """`outwards` with its LoRA change; order: of its outputs, if another than the checkpoint's; unrounded: it is dense, see
+        there."""
+        weight = self.unrounded(names, sizes, wholes, inputs) if unrounded else self.outwards(names, sizes, joint, wholes, inputs)
+        change = self.lora(names, sizes, joint, wholes, order, inputs)
+        return Projection(weight if order is None else weight[order], change)
+
+    def side_by_side(self, *parts: Projection) -> Projection:
+        """Projections of the same input as one."""
+        return Projection(self.joined([part.weight for part in parts]), side_by_side(*(part.change for part in parts)))
+
+    def fused(self, *parts: Projection, bias: Tensor | None = None) -> Weight:
+        """The same, laid out for matrix products."""
+        weight, change = parts[0] if len(parts) == 1 else self.side_by_side(*parts)
+        return self.laid_out(weight, bias, change)
 
     def ordered(self, heads: Tensor, order: Sequence[int]) -> Tensor:
         """Concatenated heads, [n * head size, ...], with their features in our order: see `Shape.order`."""
@@ -157,16 +209,14 @@ class Loader:
         places, inputs = self._places(names, sizes, joint, wholes), inputs or self.shape.hidden
         return self.joined([self._matrix(name, (full, inputs), cut) for name, full, cut in places])
 
-    def unrounded(self, names: Sequence[str], sizes: Sequence[int]) -> Tensor:
+    def unrounded(self, names: Sequence[str], sizes: Sequence[int], wholes: Iterable[int] = repeat(1), inputs: int = 0) -> Tensor:
         """As `outwards`, dense: never quantized at load, for so few outputs that quantization would save nothing."""
-        fulls = [(size, self.shape.hidden) for size in sizes]
-        parts = [self._unrounded(name, full, self._cut(full, 0, 0, full[0])) for name, full in zip(names, fulls, strict=True)]
-        return torch.cat([self.dense(part) for part in parts])
+        places, inputs = self._places(names, sizes, "", wholes), inputs or self.shape.hidden
+        return torch.cat([self.dense(self._unrounded(name, (full, inputs), cut)) for name, full, cut in places])
 
-    def all_bits(self, name: str, outputs: int, inputs: int = 0, cut: bool = False) -> Tensor:
-        """A dense matrix, never quantized at load, or this rank's part of its outputs; inputs: if not the stream's."""
-        full = outputs, inputs or self.shape.hidden
-        return self.dense(self._unrounded(name, full, self._cut(full, 0, 0, outputs) if cut else None))
+    def unrounded_matrix(self, name: str, outputs: int, inputs: int = 0) -> Tensor:
+        """A dense matrix, never quantized at load, which every rank has whole; inputs: if not the stream's."""
+        return self.dense(self._unrounded(name, (outputs, inputs or self.shape.hidden), None))
 
     def _unrounded(self, name: str, full: tuple[int, int], cut: Cut) -> Tensor | QuantizedWeight:
         how = self.shape.quantization
@@ -209,7 +259,7 @@ class Loader:
         """The dense form of a weight, unpacked if it is quantized."""
         return dequantized(weight, self.source.dtype) if isinstance(weight, QuantizedWeight) else weight
 
-    def laid_out(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, change: LoraTarget | None = None) -> Weight:
+    def laid_out(self, weight: Tensor | QuantizedWeight, bias: Tensor | None = None, change: LoraTarget | None = None) -> Weight:
         """The weight laid out for matrix products; change: what LoRA adapters add to it."""
         found = quantized.lay_out(weight, bias, self.exact, self.source.dtype)
         if self.adapters is not None and change is not None:
@@ -237,17 +287,6 @@ class Loader:
                 other = Part(self._matrix_names(joint), sum(sizes), before + start, before + stop, factor)
             parts.append(Part(self._matrix_names(name), full, start, stop, factor, other))
         return ColumnLora(parts, inputs or self.shape.hidden, order)
-
-    def lora_parts(
-        self, name: str, sizes: Sequence[int], wholes: Iterable[int], factors: Sequence[float]
-    ) -> list[ColumnLora | None]:
-        """The LoRA change of each of `matrices`; factors: of the products of each."""
-        if self.adapters is None:
-            return [None] * len(sizes)
-        full, names = sum(sizes), self._matrix_names(name)
-        cuts = [cut or (0, 0, full) for cut in self._cuts((full, self.shape.hidden), sizes, wholes)]
-        parts = [Part(names, full, start, stop, factor) for (_, start, stop), factor in zip(cuts, factors, strict=True)]
-        return [ColumnLora([part], self.shape.hidden) for part in parts]
 
     def _row_lora(self, name: str, size: int, whole: int = 1) -> RowLora | None:
         """The LoRA change of `rows`."""
@@ -308,10 +347,6 @@ class Loader:
         """Start and end of this rank's part of `count`; whole: see `_own`."""
         start, size = self._own(count, whole)
         return start, start + size
-
-    def part_of_outputs(self, name: str, full: tuple[int, int], start: int, stop: int) -> Tensor:
-        """These outputs of a matrix, dense: never quantized at load."""
-        return self.dense(self._unrounded(name, full, (0, start, stop)))
 
     def cache_scales(self, count: int) -> Tensor | None:
         """Scales of FP8 keys and values in the KV cache, as calibrated with the checkpoint, for so many heads: [2, this rank's

@@ -9,29 +9,24 @@ from ...kernels.means import write_means
 from ...kernels.operations import rotate
 from ...kernels.ragged import needs_selection
 from ..step import Step
+from .holder import Holder
 from .loader import Loader
 from .rotary import Places
 from .stream import Stream
-from .traits import PoolIndex
+from .traits import HeadIndex
 
 NAME = "self_attn.indexer"
 
 
-def _order(size: int, turned: int) -> list[int]:
-    """As `Shape.order`, for heads of another size."""
-    middle, apart = (size + turned) // 2, turned // 2
-    return [*range(apart), *range(turned, middle), *range(apart, turned), *range(middle, size)]
-
-
-class MeanIndexer:
+class MeanIndexer(Holder):
     """An index with query heads of its own, and one key for all. As many features of each rotate as of attention's heads."""
 
-    def __init__(self, load: Loader, index: PoolIndex) -> None:
+    def __init__(self, load: Loader, index: HeadIndex) -> None:
         self.index = index
         self.epsilon = load.shape.norm_epsilon
-        order, outputs = _order(index.size, load.shape.turned(0)), (index.heads + 1) * index.size
+        order, outputs = load.shape.order(0, index.size), (index.heads + 1) * index.size
         both = load.matrix(f"{NAME}.index_qk_proj", outputs, load.shape.hidden, whole=True)
-        self.inward = load.laid_out(both[load.ordered(torch.arange(outputs), order)], None)
+        self.inward = load.laid_out(both[load.ordered(torch.arange(outputs), order)])
         self.query_norm, self.key_norm = (load.ordered(load.gains(f"{NAME}.{one}_layernorm", index.size), order) for one in "qk")
 
     def __call__(self, x: Tensor, stream: Stream, places: Places, step: Step, cache: Tensor) -> PoolSelection | None:

@@ -4,7 +4,7 @@ rotary embedding with learned frequency factors, and none in one layer of four."
 from dataclasses import replace
 
 from .fields import AGAIN, Config, expect, number, said
-from .latent_families import FEATURES, index_sharing_layers, latent_shape, with_softmax_router
+from .latent_families import FEATURES, index_sharing_layers, latent_shape, with_latent, with_softmax_router
 from .parts import nope_layers
 from .ropes import with_rope
 from .shape import Shape, Unsupported
@@ -70,8 +70,7 @@ def mistral_large_4(config: Config) -> Shape:
             f"large as what turns of keys: {AGAIN}"
         )
     base = replace(
-        base,
-        latent=replace(base.latent, epsilon=base.norm_epsilon, index=index, apart=False),
+        with_latent(base, epsilon=base.norm_epsilon, index=index, apart=False),
         rope=replace(base.rope, learned=True),
         nope_layers=nope_layers(given, layers, given.get("no_rope_layers")),
         scalable_softmax=True,

@@ -1,7 +1,7 @@
 """The MLP of a layer: dense variants, and mixtures of experts."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from statistics import NormalDist
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.experts import lay_out, route
-from ...kernels.linear import Weight
 from ...kernels.operations import gated
 from ...kernels.reference import Activation, lane_invariant, squared, xielu
 from .experts import as_stored, experts
+from .holder import Holder
 from .loader import Loader
 from .stream import Stream
 from .traits import Mixture
@@ -27,15 +27,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Mlp:
+class Mlp(Holder):
     """A gated MLP (SwiGLU or GeGLU)."""
 
     def __init__(self, load: Loader, size: int) -> None:
         """size: intermediate features."""
-        bias, name, alias = load.shape.mlp_bias, load.shape.mlp_name, load.shape.mlp_alias
-        if alias and load.there(f"{alias}.{load.shape.mlp_parts[3]}"):
-            name = alias
-        both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
+        bias = load.shape.mlp_bias
+        both, gate, up, down = (f"{load.shape.mlp_name}.{part}" for part in load.shape.mlp_parts)
         self.gate_up = load.columns(both, [gate, up], [size] * 2, bias)
         self.down = load.rows(down, size, bias)
 
@@ -50,10 +48,6 @@ class Mlp:
     def inner(self, stream: Stream, before: Tensor | None) -> Tensor:
         """The input of the projection `down`."""
         return stream.through(before, self.gate_up, gates=True)
-
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank."""
-        yield from (self.gate_up, self.down)
 
 
 class ClampedMlp(Mlp):
@@ -123,7 +117,7 @@ def _xielu(load: Loader) -> Callable[[Tensor], Tensor]:
     return partial(xielu, positive=positive, negative=beta + negative, beta=beta, epsilon=epsilon)
 
 
-class MixtureOfExperts:
+class MixtureOfExperts(Holder):
     """A mixture of experts: the MLPs that a token's router chooses, and a shared expert if there is one. Every rank has a part of
     each."""
 
@@ -159,7 +153,7 @@ class MixtureOfExperts:
             self.router(x.float() if mixture.wide else x),
             mixture.chosen,
             mixture.normalized,
-            sigmoid=mixture.sigmoid,
+            sigmoid=mixture.scores == "sigmoid",
             correction=self.correction,
             sets=(mixture.groups, mixture.groups_chosen, mixture.best),
             factor=mixture.factor,
@@ -167,16 +161,8 @@ class MixtureOfExperts:
             least=mixture.least,
             by_logits=mixture.by_logits,
             zeroed=mixture.zeroed,
-            rooted=mixture.rooted,
+            rooted=mixture.scores == "sqrtsoftplus",
         )
-
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank."""
-        yield from (self.router, *self.experts.weights)
-        if self.correction is not None:
-            yield self.correction
-        if self.shared is not None:
-            yield from self.shared.weights()
 
 
 class LatentExperts(MixtureOfExperts):
@@ -187,16 +173,12 @@ class LatentExperts(MixtureOfExperts):
         names, hidden = (mixture.named(f"fc{i}_latent_proj") for i in (1, 2)), load.shape.hidden
         sizes = (mixture.latent, hidden), (hidden, mixture.latent)
         self.into, self.back = (
-            load.laid_out(load.matrix(name, *size, whole=True), None) for name, size in zip(names, sizes, strict=True)
+            load.laid_out(load.matrix(name, *size, whole=True)) for name, size in zip(names, sizes, strict=True)
         )
 
     def made(self, x: Tensor) -> Tensor:
         """See `MixtureOfExperts`. The projection back is linear, so ranks apply it to their parts of the sum."""
         return self.back(self.experts(self.into(x), *self.route(x)))
-
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank."""
-        yield from (*super().weights(), self.into, self.back)
 
 
 class InputScaledExperts(MixtureOfExperts):
@@ -233,12 +215,8 @@ class ParallelExperts(MixtureOfExperts):
         made = self.experts(stream.normalized(self.before), shares * self.factors[chosen], chosen)
         stream.add_each((dense, made), self.behind, behind)
 
-    def weights(self) -> Iterator[Weight | Tensor]:
-        """All weights of this rank."""
-        yield from (*super().weights(), self.routing, self.factors, self.before, *self.behind)
 
-
-class SharedExpert:
+class SharedExpert(Holder):
     """The shared expert, for all tokens."""
 
     def __init__(self, load: Loader, mixture: Mixture) -> None:
@@ -246,7 +224,8 @@ class SharedExpert:
         self.gates = Activation(load.shape.gelu, mixture.shared_limit, mixture.form)
         both, gate, up, down = (f"{name}.{part}" for part in load.shape.mlp_parts)
         gates = mixture.named(mixture.shared_gate)
-        self.gate = load.whole(gates, 1, change=load.lora([gates], [1], wholes=(1,))) if mixture.shared_gate else None
+        gated_by = mixture.shared_gate != ""
+        self.gate = load.fused(load.projection([gates], [1], wholes=[1], unrounded=True)) if gated_by else None
         inward = [up] if self.ungated else [gate, up]
         self.gate_up = load.columns(both, inward, [mixture.shared] * len(inward), bias=False)
         self.down = load.rows(down, mixture.shared, bias=False)
@@ -256,9 +235,3 @@ class SharedExpert:
         inner = stream.product(x, self.gate_up)
         made = stream.product(squared(inner) if self.ungated else gated(inner, self.gates), self.down)
         return made if self.gate is None else made.mul_(lane_invariant(torch.sigmoid, stream.product(x, self.gate)))
-
-    def weights(self) -> Iterator[Weight]:
-        """All weights of this rank."""
-        yield from (self.gate_up, self.down)
-        if self.gate is not None:
-            yield self.gate

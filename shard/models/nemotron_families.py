@@ -9,7 +9,7 @@ from typing import Any
 from .fields import AGAIN, FULL, LINEAR, Config, expect, number, shown
 from .hybrid_families import limits, state_spaces
 from .parts import common, layers_of
-from .recurrent_shapes import LinearAttentionShape
+from .recurrent_shapes import StateSpaceShape
 from .shape import Shape, Unsupported
 from .sparse_families import scored, with_experts
 
@@ -92,7 +92,7 @@ def _kinds(given: Config) -> list[str]:
     return [named[kind] for kind in kinds]
 
 
-def _linear(given: Config, layers: frozenset[int]) -> LinearAttentionShape:
+def _linear(given: Config, layers: frozenset[int]) -> StateSpaceShape:
     """The state spaces. transformers keeps time steps above `time_step_min`, and doesn't read `time_step_limit`."""
     if limits(given["time_step_limit"]) != (0.0, inf):
         raise Unsupported(

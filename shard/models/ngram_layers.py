@@ -14,6 +14,7 @@ from ...kernels.ngrams import opened, rows_of, take
 from ...kernels.spans import RecurrentStates
 from ..step import Step
 from .gated_hyper_stream import GatedHyperStream
+from .holder import Holder
 from .loader import Loader
 from .ngrams import NgramShape
 from .shape import Unsupported
@@ -43,15 +44,15 @@ class NgramHasher:
         return dict(zip(self._layers, found.unbind(0), strict=True))
 
 
-class NgramLayer:
+class NgramLayer(Holder):
     """The n-gram embedding of one layer."""
 
-    def __init__(self, load: Loader, ngrams: NgramShape, layer: int) -> None:
+    def __init__(self, load: Loader, ngrams: NgramShape) -> None:
         hidden, streams = load.shape.hidden, ngrams.streams
-        _check(load, ngrams, layer)
-        self.table = _table(load, ngrams, layer)
+        _check(load, ngrams, load.index)
+        self.table = _table(load, ngrams, load.index)
         names = ("ple.key_proj", streams * hidden), ("ple.value_proj", hidden)
-        self.inward = load.laid_out(torch.cat([load.all_bits(name, size, ngrams.size) for name, size in names]), None)
+        self.inward = load.laid_out(torch.cat([load.unrounded_matrix(name, size, ngrams.size) for name, size in names]))
         norms = [load.gains(f"ple.norm_{part}", streams * hidden).view(streams, hidden) for part in ("key", "query", "conv")]
         self.gains = torch.stack(norms)
         self.apart, channels = ngrams.most, ngrams.channels(hidden)
@@ -65,17 +66,9 @@ class NgramLayer:
         states."""
         assert step.spans is not None
         streams = stream.settled()
-        taken, normal = opened(self.inward(self._looked_up(rows)), streams, self.gains, self._epsilon)
+        embedded = self._ranks.look_up(self.table, rows).flatten(1)
+        taken, normal = opened(self.inward(embedded), streams, self.gains, self._epsilon)
         take(streams, taken, normal, self.taps, self.apart, step.spans, states)
-
-    def _looked_up(self, rows: Tensor) -> Tensor:
-        """The embeddings at these rows: [tokens, features of all heads]."""
-        if self._ranks.size == 1:
-            return functional.embedding(rows, self.table).flatten(1)
-        own = rows - self._ranks.rank * len(self.table)
-        elsewhere = (own < 0) | (own >= len(self.table))
-        found = functional.embedding(own.masked_fill(elsewhere, 0), self.table)
-        return self._ranks.all_reduce(found.masked_fill_(elsewhere.unsqueeze(2), 0).flatten(1))
 
 
 def _check(load: Loader, ngrams: NgramShape, layer: int) -> None:

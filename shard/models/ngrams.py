@@ -83,14 +83,14 @@ class NgramShape:
         """Elements of a rank's tables."""
         return sum(self.slice(layer, ranks) for layer in self.layers) * self.size // self.count
 
-    def wide(self, hidden: int) -> int:
+    def floats(self, hidden: int) -> int:
         """Elements held in float32: gains of norms."""
         return len(self.layers) * 3 * self.channels(hidden)
 
     def elements(self, ranks: int, hidden: int, tables: bool) -> int:
         """Parameters on a rank: projections to keys and values, norms, the convolution; with tables or without."""
         each = (self.streams + 1) * hidden * self.size + self.width * self.channels(hidden)
-        return len(self.layers) * each + self.wide(hidden) + tables * self.table(ranks)
+        return len(self.layers) * each + self.floats(hidden) + tables * self.table(ranks)
 
     @property
     def spread(self) -> int:

@@ -210,7 +210,7 @@ def _blocks(config: Config, activation: str, layout: Layout) -> Shape:
 def _gpt2(config: Config) -> Shape:
     """GPT-2 (Radford et al. 2019)."""
     expect(said(config), scale_attn_by_inverse_layer_idx=False)
-    return _blocks(config, "gelu_new", replace(BLOCKS, turned=True))
+    return _blocks(config, "gelu_new", replace(BLOCKS, transposed=True))
 
 
 def _gpt_bigcode(config: Config) -> Shape:

@@ -17,10 +17,9 @@ class OlmoGatedDelta(GatedDelta):
 
     def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
         values, heads = linear.sizes[-1], linear.value_heads
-        mixed = [f"{NAME}.{part}_proj" for part in "qkvg"], [*linear.sizes, values]
-        gating = [f"{NAME}.{part}_proj" for part in "ba"], [heads, heads]
-        inward = load.outwards(*mixed), load.lora(*mixed)
-        LinearAttention.__init__(self, load, linear, NAME, inward, (load.unrounded(*gating), load.lora(*gating)), "o_proj")
+        mixed = load.projection([f"{NAME}.{part}_proj" for part in "qkvg"], [*linear.sizes, values])
+        gating = load.projection([f"{NAME}.{part}_proj" for part in "ba"], [heads, heads], unrounded=True)
+        LinearAttention.__init__(self, load, linear, NAME, mixed, gating, "o_proj")
         self.epsilon, self.strongest = EPSILON, linear.strongest
         self.taps = _taps(load, linear)
         self.gains = load.source.tensor(f"{load.prefix}{NAME}.o_norm.weight", (linear.value_size,))

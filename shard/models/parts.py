@@ -35,6 +35,7 @@ def common(config: Config, activation: str = "hidden_act", activations: tuple[st
         max_positions=max(config.get("max_position_embeddings", 2048), turning.reach),
         tied=config.get("tie_word_embeddings", False),
         rope=turning,
+        mixtures=(None,) * layers,
         windows=(0,) * layers,
         quantization=quantization(config),
     )

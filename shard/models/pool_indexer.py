@@ -19,7 +19,7 @@ class PoolIndexer(Indexer):
     def __init__(self, load: Loader, latent: Latent, index: Index) -> None:
         super().__init__(load, latent, index)
         name, full = f"{load.prefix}{NAME}.index_kpool_compress_gate", (index.size, load.shape.hidden)
-        self.gate = load.laid_out(load.source.tensor(name, full), None)
+        self.gate = load.laid_out(load.source.tensor(name, full))
         self.places = load.wide(f"{NAME}.index_kpool_compress_ape", index.pool, index.size)
 
     def __call__(self, x: Tensor, made: Tensor, places: Places, step: Step, cache: Tensor) -> PoolSelection | None:

@@ -12,7 +12,7 @@ from .recurrent_shapes import LinearAttentionShape
 from .ropes import rotary_size
 from .shape import Shape, Unsupported
 from .sparse_families import one_for_all
-from .traits import GatedHyperConnections, PoolIndex
+from .traits import GatedHyperConnections, HeadIndex
 
 INDEX = ("indexer_n_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
 MOST_HEADS = 1 << 12  # of n-grams, in all layers together
@@ -57,7 +57,7 @@ def _whole(given: Config, name: str, default: int, most: int, least: int = 1) ->
     return whole(name, given.get(name, default), least, most)
 
 
-def _index(given: Config, layers: frozenset[int], turned: int) -> PoolIndex:
+def _index(given: Config, layers: frozenset[int], turned: int) -> HeadIndex:
     lacking = [name for name in (*INDEX, "indexer_kv_heads") if given.get(name) is None]
     if lacking:
         raise Unsupported(f"config.json says nothing of {', '.join(lacking)}, by which tokens are chosen: {AGAIN}")
@@ -73,7 +73,7 @@ def _index(given: Config, layers: frozenset[int], turned: int) -> PoolIndex:
             f"config.json says indexer_head_dim {size}, and {turned} features of a head turn: an even number of as many is needed: "
             f"{AGAIN}"
         )
-    return PoolIndex(layers=layers, heads=heads, size=size, most=most, pool=pool)
+    return HeadIndex(layers=layers, heads=heads, size=size, most=most, pool=pool)
 
 
 def _grams(given: Config, base: Shape, streams: int) -> NgramShape | None:

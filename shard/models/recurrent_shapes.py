@@ -47,14 +47,14 @@ class RecurrentShape(ABC):
 
     @abstractmethod
     def beside(self, ranks: int, hidden: int) -> int:
-        """Other parameters of a layer on a rank, what is `wide` included."""
+        """Other parameters of a layer on a rank, what is in `floats` included."""
 
     def memory(self, ranks: int) -> tuple[int, int, int]:
         """A layer's recurrent state of a sequence on a rank, besides the convolution's: heads, features of keys, features of
         values. In float32."""
         return 0, 0, 0
 
-    def wide(self, ranks: int) -> int:
+    def floats(self, ranks: int) -> int:
         """Parameters held in float32."""
         return 0
 
@@ -103,28 +103,22 @@ class ShortConvolutionShape(RecurrentShape):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearAttentionShape(RecurrentShape):
     """Linear attention: each head keeps a recurrent state of fixed size, after a convolution. It is updated by the gated delta rule
-    (Yang et al. 2024, arXiv:2412.06464), or with `limits` as a state space (Mamba-2: Dao and Gu 2024, arXiv:2405.21060), whose key
-    heads are called groups."""
+    (Yang et al. 2024, arXiv:2412.06464)."""
 
     name: ClassVar[str] = "linear attention"
     key_heads: int  # and as many query heads
     value_heads: int  # a multiple of the key heads: consecutive ones share a key head
     key_size: int
     value_size: int
-    limits: tuple[float, float] | None = None  # limits of the time steps of state spaces; None: gated delta rule
-    home: str = "mamba"  # module that holds a state space's tensors
-    normal: bool = True  # a norm follows, and the output gate is applied before it
     joint: int = 1  # matrices in the checkpoint that make up its input projections
     apart: bool = False  # each of these leads to one part (queries, keys, ...)
-    strongest: float = 1.0  # of the delta rule: the upper bound of beta, the update strength
+    strongest: float = 1.0  # the upper bound of beta, the update strength
     sigmoid: bool = False  # the output gate goes through sigmoid, instead of silu
-    factors: tuple[float, ...] = (1.0,) * 5  # factors of a state space's gates, values, keys, queries and time steps
 
     @property
     def divided(self) -> tuple[dict[str, int], dict[str, int]]:
         """See `RecurrentShape`."""
-        keys, values = {"key heads of linear attention": self.key_heads}, {"heads of linear attention": self.value_heads}
-        return (values, keys) if self.limits else (keys | values, {})
+        return {"key heads of linear attention": self.key_heads, "heads of linear attention": self.value_heads}, {}
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -133,7 +127,7 @@ class LinearAttentionShape(RecurrentShape):
         return keys, keys, self.value_heads * self.value_size
 
     def keys(self, ranks: int) -> int:
-        """Key heads of a rank. Of fewer groups than ranks, several ranks in a row have the same one."""
+        """Key heads of a rank. Of fewer heads than ranks, several ranks in a row have the same one."""
         return max(1, self.key_heads // ranks)
 
     def channels(self, ranks: int) -> int:
@@ -152,27 +146,55 @@ class LinearAttentionShape(RecurrentShape):
 
     def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
         """See `RecurrentShape`."""
-        gating = (1 if self.limits else 2) * self.value_heads // ranks
         first, back = self.matrices(ranks, hidden)
-        twice = hidden * (apart and self.limits is not None)  # time steps are a part of the matrix that leads to the others
-        return self.joint * (gating + lora_elements([first])) + twice + lora_elements([back])
+        return self.joint * (2 * self.value_heads // ranks + lora_elements([first])) + lora_elements([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
-        """Projections to beta and decay, or to time steps, the convolution, the norm, and what is `wide`."""
-        heads, channels = self.value_heads // ranks, self.channels(ranks)
-        if self.limits:
-            norm = self.normal * heads * self.value_size
-            return heads * hidden + (self.width + 1) * channels + norm + self.wide(ranks)
-        return 2 * heads * hidden + self.width * channels + self.value_size + self.wide(ranks)
+        """Projections to beta and decay, the convolution, the norm, and what is in `floats`."""
+        return 2 * self.value_heads // ranks * hidden + self.width * self.channels(ranks) + self.value_size + self.floats(ranks)
 
-    def wide(self, ranks: int) -> int:
-        """Decay rates, biases of decays or steps, and the skip connection (D) of state spaces."""
-        return (3 if self.limits else 2) * self.value_heads // ranks
+    def floats(self, ranks: int) -> int:
+        """Decay rates, and biases of decays."""
+        return 2 * self.value_heads // ranks
 
     @property
     def rule(self) -> int:
-        """A token reads the recurrent state once, or twice, and updates it."""
-        return 4 if self.limits else 6
+        """A token reads the recurrent state twice, and updates it."""
+        return 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpaceShape(LinearAttentionShape):
+    """State spaces (Mamba-2: Dao and Gu 2024, arXiv:2405.21060), whose key heads are called groups."""
+
+    limits: tuple[float, float]  # of the time steps
+    home: str = "mamba"  # module that holds the tensors
+    normal: bool = True  # a norm follows, and the output gate is applied before it
+    factors: tuple[float, ...] = (1.0,) * 5  # factors of gates, values, keys, queries and time steps
+
+    @property
+    def divided(self) -> tuple[dict[str, int], dict[str, int]]:
+        """See `RecurrentShape`."""
+        return {"heads of linear attention": self.value_heads}, {"key heads of linear attention": self.key_heads}
+
+    def adapted(self, ranks: int, hidden: int, apart: bool) -> int:
+        """See `RecurrentShape`. Time steps are a part of the matrix that leads to the others."""
+        first, back = self.matrices(ranks, hidden)
+        return apart * hidden + self.value_heads // ranks + lora_elements([first]) + lora_elements([back])
+
+    def beside(self, ranks: int, hidden: int) -> int:
+        """Projections to time steps, the convolution, the norm, and what is in `floats`."""
+        heads, channels = self.value_heads // ranks, self.channels(ranks)
+        return heads * hidden + (self.width + 1) * channels + self.normal * heads * self.value_size + self.floats(ranks)
+
+    def floats(self, ranks: int) -> int:
+        """Decay rates, biases of time steps, and the skip connection (D)."""
+        return 3 * self.value_heads // ranks
+
+    @property
+    def rule(self) -> int:
+        """A token reads the recurrent state once, and updates it."""
+        return 4
 
     def squares(self, ranks: int) -> int:
         """Of groups that are divided among several ranks."""
@@ -200,11 +222,11 @@ class KimiDeltaShape(LinearAttentionShape):
         return 6 * (gating + lora_elements([first])) + lora_elements([(own, few, few)] * 2) + lora_elements([back])
 
     def beside(self, ranks: int, hidden: int) -> int:
-        """Projections to beta, the low-rank ones of decays and gates, the convolution, the norm, and what is `wide`."""
+        """Projections to beta, the low-rank ones of decays and gates, the convolution, the norm, and what is in `floats`."""
         heads, few, own = self.value_heads // ranks, self.value_size, self.sizes[-1] // ranks
         made = (heads + 2 * few) * hidden + 2 * few * own
-        return made + self.width * self.channels(ranks) + few + self.wide(ranks)
+        return made + self.width * self.channels(ranks) + few + self.floats(ranks)
 
-    def wide(self, ranks: int) -> int:
+    def floats(self, ranks: int) -> int:
         """Decay rates of heads, and decay biases of features."""
         return (self.value_heads + self.sizes[-1]) // ranks

@@ -122,7 +122,7 @@ class LegacySource(MappedSource):
         part = name.split(".")[-2]
         if self._layout.joint and part in PARTS:
             return sliced(self._part(name, PARTS.index(part), shape, dtype), cut)
-        return self._turned(name, shape, cut, dtype)
+        return self._read(name, shape, cut, dtype)
 
     def name(self, name: str) -> str:
         """See MappedSource."""
@@ -140,15 +140,15 @@ class LegacySource(MappedSource):
         rows = [heads * keys.size, keys.heads * keys.size, keys.heads * keys.size]
         there = self.name(name)
         if self._joint[0] != there:  # the three parts are asked for one after the other
-            self._joint = there, self._turned(name, (sum(rows), *inputs), None, dtype)
+            self._joint = there, self._read(name, (sum(rows), *inputs), None, dtype)
         joint = self._joint[1]
         if not self._layout.grouped:
             return torch.split(joint, rows)[part]
         each = joint.view(keys.heads, -1, keys.size, *inputs)
         return (each[:, :-2], each[:, -2], each[:, -1])[part].reshape(shape)
 
-    def _turned(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None, dtype: torch.dtype | None) -> Tensor:
-        if not self._layout.turned or len(shape) != 2 or not name.startswith("model.layers."):
+    def _read(self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None, dtype: torch.dtype | None) -> Tensor:
+        if not self._layout.transposed or len(shape) != 2 or not name.startswith("model.layers."):
             return super().tensor(name, shape, cut, dtype)
         other = cut and (1 - cut[0], *cut[1:])
         return super().tensor(name, shape[::-1], other, dtype).t().contiguous()

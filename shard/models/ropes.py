@@ -7,7 +7,7 @@ from typing import Any
 
 from .fields import AGAIN, FULL, SLIDING, Config, boolean, number, shown
 from .shape import Unsupported
-from .traits import Rope
+from .traits import Rope, TemperatureTuning
 
 MISTRAL_YARN = {  # defaults
     "rope_type": "yarn",
@@ -27,18 +27,23 @@ FORMERLY = {"su": "longrope"}  # of Phi 3's first config.json
 
 def rope(config: Config) -> Rope:
     """The rotary embedding that config.json describes. Raises Unsupported if both fields are there and differ."""
-    found = [rope_of(config, name) for name in ROPES if config.get(name)]
+    found = [_rope_of(config, name) for name in ROPES if config.get(name)]
     if len(found) == 2 and found[0] != found[1]:
         raise Unsupported(
             f"config.json has both rope_parameters ({shown(config['rope_parameters'])}) and rope_scaling "
             f"({shown(config['rope_scaling'])}), and they differ: leave one of them"
         )
-    return found[0] if found else rope_of(config, "")
+    return found[0] if found else _rope_of(config, "")
 
 
 def with_rope(config: Config, usual: dict[str, Any]) -> Config:
     """The config with default scaling where it has none."""
     return config if _said(config) else config | {"rope_parameters": usual}
+
+
+def with_only_rope(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with this rotary embedding and no other."""
+    return config | {"rope_parameters": dict(values), "rope_scaling": None}
 
 
 def _said(config: Config) -> Any:
@@ -50,7 +55,7 @@ def _kind(values: Mapping[str, Any]) -> str:
     return FORMERLY.get(str(kind), kind)
 
 
-def rope_of(config: Config, field: str) -> Rope:
+def _rope_of(config: Config, field: str) -> Rope:
     """The rotary embedding that one of the two fields describes."""
     values = config.get(field) or {}
     if not isinstance(values, dict):
@@ -100,16 +105,18 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     first, second = (number(values, name) if values.get(name) else 0.0 for name in ("mscale", "mscale_all_dim"))
     amplitude = _logarithmic(factor, first) / _logarithmic(factor, second) if first and second else _logarithmic(factor, 1.0)
     whole = boolean("truncate", values.get("truncate", True))
+    original = int(number(values, ORIGINAL, float(config["max_position_embeddings"])))
+    strength = number(values, "llama_4_scaling_beta") if values.get("llama_4_scaling_beta") else 0.0
     return Rope(
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_positions=int(number(values, ORIGINAL, float(config["max_position_embeddings"]))),
+        original_positions=original,
         many_turns=number(values, "beta_fast", 32.0),
         few_turns=number(values, "beta_slow", 1.0),
         whole=whole,
         amplitude=number(values, "attention_factor", amplitude),
-        query_scale=number(values, "llama_4_scaling_beta") if values.get("llama_4_scaling_beta") else 0.0,
+        query_scale=TemperatureTuning(strength=strength, positions=original, first=0) if strength else None,
     )
 
 

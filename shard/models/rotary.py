@@ -2,7 +2,7 @@
 config.json, and tables of cosines and sines."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,22 +22,22 @@ class PoolRotary:
     first: Tensor  # of the first position of the pool that each token would complete
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Places:
     """What a layer needs of the positions of a step's tokens."""
 
     rotary: Tensor  # cosines and sines
     query_scale: Tensor | None  # what queries are multiplied by (temperature tuning)
-    alibi_bias: Tensor | None  # ALiBi biases to append to keys: see `alibi.table_of`
+    alibi_bias: Tensor | None  # ALiBi biases to append to keys: see `alibi.alibi_biases`
     logarithms: Tensor | None  # logarithms of the positions, for scalable softmax: see `sharpening`
     # The last indexer's choice of tokens to attend to; a list that all layers share.
-    choosing: list[TokenSelection | None] = field(default_factory=list)
-    pools: PoolRotary | None = None  # None: no index of heads with keys of their own
-    rows: Tensor | None = None  # rows of the layer's n-gram tables, [tokens, heads]: see `ngram_layers`
-    every: Tensor | None = None  # cosines and sines of all positions, where others than the tokens' own are needed
+    choosing: list[TokenSelection | None]
+    pools: PoolRotary | None  # None: no index of heads with keys of their own
+    rows: Tensor | None  # rows of the layer's n-gram tables, [tokens, heads]: see `ngram_layers`
+    every: Tensor | None  # cosines and sines of all positions, where others than the tokens' own are needed
 
 
-def table_of(
+def cosines_and_sines(
     rope: Rope,
     size: int,
     positions: int,
@@ -54,29 +54,17 @@ def table_of(
     return torch.cat([_widened(rotary_table(turning, part, dtype, rope.amplitude), size) for part in parts])
 
 
-def query_scales(rope: Rope, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """What queries are multiplied by, so that attention stays as sharp among more keys, [positions, 1, 1]; None: by 1."""
-    if not rope.query_scale:
+def query_scales(tuning: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What queries are multiplied by at each position, [positions, 1, 1]; None: by 1."""
+    if tuning is None:
         return None
-    return _grown(rope.query_scale, torch.arange(positions, device=device) // rope.original_positions, dtype)
-
-
-def nope_query_scales(
-    query_scale: TemperatureTuning | None, positions: int, dtype: torch.dtype, device: torch.device
-) -> Tensor | None:
-    """The same in layers without a rotary embedding."""
-    if query_scale is None:
-        return None
-    return _grown(query_scale.strength, torch.arange(1, positions + 1, device=device) // query_scale.positions, dtype)
+    times = torch.arange(tuning.first, tuning.first + positions, device=device) // tuning.positions
+    return (1 + tuning.strength * (1 + times.float()).log()).to(dtype).view(-1, 1, 1)
 
 
 def log_positions(positions: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Logarithms of the positions counted from 1, [positions, 1]."""
     return torch.arange(1, positions + 1, device=device).float().log().to(dtype).unsqueeze(1)
-
-
-def _grown(strength: float, times: Tensor, dtype: torch.dtype) -> Tensor:
-    return (1 + strength * (1 + times.float()).log()).to(dtype).view(-1, 1, 1)
 
 
 def _widened(table: Tensor, size: int) -> Tensor:

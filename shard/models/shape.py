@@ -2,6 +2,7 @@
 derived from it. Holds no tensor and imports no torch: the launcher plans with it."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
@@ -11,8 +12,9 @@ from .recurrent_shapes import Matrices, RecurrentShape, lora_elements
 from .traits import (
     Alibi,
     AltUpShape,
-    BlockIndex,
     DraftFeatures,
+    Gates,
+    HeadIndex,
     HyperConnections,
     Index,
     Keys,
@@ -20,7 +22,6 @@ from .traits import (
     Layout,
     Mixture,
     PerLayerShape,
-    PoolIndex,
     Quantization,
     Rope,
     TemperatureTuning,
@@ -55,13 +56,13 @@ class Shape:
     altup: AltUpShape | None = None  # AltUp: several residual streams, of which layers compute one; None: there is one
     laurel: int = 0  # LAuReL: rank of the low-rank branch that is added beside attention; 0: there is none
     # An index that chooses blocks or pools of tokens for heads of keys; None: all visible tokens are attended to.
-    blocks: BlockIndex | PoolIndex | None = None
+    blocks: HeadIndex | None = None
     intermediate: int
     norm_epsilon: float
     max_positions: int
     tied: bool  # the LM head is the embedding table
     rope: Rope
-    mixtures: tuple[Mixture | None, ...] = ()  # per layer: its experts instead of one MLP, None: an MLP; (): no layer has experts
+    mixtures: tuple[Mixture | None, ...]  # per layer: its experts instead of one MLP; None: an MLP
     windows: tuple[int, ...]  # per layer: sliding window, in positions, the token itself included; 0: full attention
     chunked: bool = False  # windows don't slide: they begin at their multiples, so that a token sees its chunk of positions
     local_rope: Rope | None = None  # of the layers with a window, if it differs
@@ -69,10 +70,7 @@ class Shape:
     # Layers with recurrent state (linear attention, state spaces, short convolutions) in place of attention, without a KV cache, or
     # beside it.
     recurrent: RecurrentShape | None = None
-    attention_gates: bool = False  # the output of attention is gated, through a sigmoid
-    softplus_gates: bool = False  # gates go through softplus instead of a sigmoid
-    head_gates: bool = False  # one gate for each head instead of one for each of its features
-    gates_name: str = ""  # of the gates' matrix, without biases; "": in the checkpoint they are beside each head's queries
+    gates: Gates | None = None  # of attention's output; None: it has none
     nope_layers: frozenset[int] = frozenset()  # layers without a rotary embedding (NoPE)
     nope_query_scale: TemperatureTuning | None = None  # scales queries by position in those layers; None: nothing does
     # Scalable softmax: queries of each head are multiplied by the logarithm of their position times a scale of the head's, plus a
@@ -85,8 +83,7 @@ class Shape:
     without_mlp: frozenset[int] = frozenset()  # layers without MLP or experts
     attention_scale: float  # multiplies the products of queries and keys
     softcap: float = 0.0  # soft cap of attention scores; 0: none
-    sinks: bool = False  # attention sinks: each head has one more logit, without a value
-    sinks_name: str = "sinks"  # the name of their tensor
+    sinks: str = ""  # attention sinks: each head has one more logit, without a value; the name of their tensor; "": none
     local_sinks: bool = False  # only layers with a window have sinks
     final_softcap: float = 0.0  # soft cap of the model's logits; 0: none
     embedding_factor: float = 1.0  # multiplies token embeddings
@@ -128,7 +125,6 @@ class Shape:
     layout: Layout | None = None  # names and layout of the checkpoint's tensors, if they differ from ours
     table: str = "embed_tokens"  # the embedding table's name
     mlp_name: str = "mlp"
-    mlp_alias: str = ""  # another name, in some checkpoints; "": none
     mlp_limits: tuple[float, ...] = ()  # limit of each layer's MLP gates, as `Mixture.limit`; (): none has one
     mlp_form: str = "steep"  # as `Mixture.form`
     mlp_closed: tuple[float, ...] = ()  # activation sparsity: the fraction of each layer's MLP gates that is zeroed; (): none
@@ -140,7 +136,6 @@ class Shape:
     modules: tuple[tuple[str, str], ...] = ()  # parts of its matrices' names, and of transformers' module names
     joined: tuple[str, ...] = ()  # fused tensors, where other checkpoints have several: "qkv_proj", "gate_up_proj"
     rotary_size: int = 0  # partial rotary embedding: the first features of a head that are rotated; 0: all
-    global_rotary_size: int = 0  # `rotary_size` of layers without a window, if it differs; 0: it does not
     rotary_reversed: bool = False  # the rotation is in the opposite direction
     # Interleaved rotary embedding: the checkpoint has features that rotate together next to each other, not half of them apart.
     rotary_neighbours: bool = False
@@ -149,8 +144,7 @@ class Shape:
     # Of a draft model: the target's features that it reads; it takes the target's embedding table, too.
     features: DraftFeatures | None = None
     kv_shared_layers: int = 0  # so many last layers share keys and values of the last one before them with the same window
-    wider: int = 1  # the MLPs of those layers are so many times as wide
-    widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ otherwise; (): they don't
+    widths: tuple[int, ...] = ()  # intermediate features of each layer's MLP, if they differ; (): they don't
     inputs: PerLayerShape | None = None  # per-layer embeddings: inputs of each layer
     ngrams: NgramShape | None = None  # n-gram embeddings, which some layers add
     image_factor: float = 1.0  # multiplies image features
@@ -371,8 +365,7 @@ class Shape:
     @property
     def mlps(self) -> list[tuple[int, Mixture | None]]:
         """Layers with an MLP, or experts instead."""
-        every = self.mixtures or (None,) * self.layers
-        return [(layer, mixture) for layer, mixture in enumerate(every) if layer not in self.without_mlp]
+        return [(layer, mixture) for layer, mixture in enumerate(self.mixtures) if layer not in self.without_mlp]
 
     @property
     def sums(self) -> int:
@@ -381,27 +374,25 @@ class Shape:
         return (1 if self.parallel else 2) * self.layers - len(self.without_attention) - len(self.without_mlp) + told
 
     def norm_names(self, layer: int) -> tuple[str, str, str, str]:
-        """As `norms`, for this layer."""
-        sparse = bool(self.mixtures and self.mixtures[layer])
+        """As `norms`, for this layer; "": none, also where the layer has no attention, or no MLP."""
+        sparse = self.mixtures[layer] is not None
         remembers = self.recurrent_norms and self.recurrent and layer in self.recurrent.layers
         before, behind, mlp, last = (remembers and self.recurrent_norms) or self.norms
         if self.norm_gates:  # norms are submodules of what has gates, too
             before, mlp = f"{before}.norm", f"{mlp}.norm" if sparse else mlp
-        return before, behind, mlp, last or (self.experts_norm if sparse else "")
+        around_attention = (before, behind) if layer not in self.without_attention else ("", "")
+        around_mlp = (mlp, last or (self.experts_norm if sparse else "")) if layer not in self.without_mlp else ("", "")
+        return *around_attention, *around_mlp
 
     def gated_norms(self, layer: int) -> list[str]:
         """Names of this layer's gated norms, before attention and before the MLP; "": the norm there has no gate."""
-        sparse = bool(self.mixtures and self.mixtures[layer])
-        return [self.norms[0], self.norms[2] if sparse else ""] if self.norm_gates else []
+        return [self.norms[0], self.norms[2] if self.mixtures[layer] else ""] if self.norm_gates else []
 
     @property
     def norm_count(self) -> int:
         """The number of all norms, before, in and after the layers."""
-        found = bool(self.last_norm) + bool(self.first_norm)
-        for layer in range(self.layers):
-            before, behind, mlp, last = map(bool, self.norm_names(layer))
-            found += (layer not in self.without_attention) * (before + behind) + (layer not in self.without_mlp) * (mlp + last)
-        return found
+        names = self.first_norm, self.last_norm, *(name for layer in range(self.layers) for name in self.norm_names(layer))
+        return sum(map(bool, names))
 
     @property
     def weight_factor(self) -> float:
@@ -424,12 +415,12 @@ class Shape:
 
     def joins(self, layer: int) -> bool:
         """Whether the output of the previous layer's experts is added with this layer's MLP (shortcut experts)."""
-        before = self.mixtures[layer - 1] if self.mixtures and layer else None
+        before = self.mixtures[layer - 1] if layer else None
         return before is not None and before.later
 
     def width(self, layer: int) -> int:
         """Intermediate features of the layer's MLP."""
-        return self.widths[layer] if self.widths else self.intermediate * (self.wider if layer >= self.with_keys else 1)
+        return self.widths[layer] if self.widths else self.intermediate
 
     def state_bytes(self, ranks: int, item: int) -> int:
         """Bytes of a sequence's recurrent state on one rank, whatever its length; item: bytes of an element."""
@@ -462,13 +453,13 @@ class Shape:
 
     def turned(self, window: int) -> int:
         """Features of a head that rotate in layers with this window."""
-        own = self.global_rotary_size if not window else 0
-        return own or self.rotary_size or self.turning_size(window)
+        return self.keys(window).turned or self.rotary_size or self.turning_size(window)
 
-    def order(self, window: int) -> tuple[int, ...]:
+    def order(self, window: int, size: int = 0) -> tuple[int, ...]:
         """For each feature of our heads, its index in the checkpoint's heads. In ours, features that rotate together are half a
-        head apart, the first rotating towards the second, and unrotated ones come last in each half; (): the order is the same."""
-        size, turned = self.turning_size(window), self.turned(window)
+        head apart, the first rotating towards the second, and unrotated ones come last in each half; (): the order is the same.
+        size: of the heads of an index, which may have another than attention's; 0: as these."""
+        size, turned = size or self.turning_size(window), self.turned(window)
         if turned == size and not self.rotary_neighbours and not self.rotary_reversed:
             return ()
         middle, apart = (size + turned) // 2, turned // 2
@@ -500,19 +491,18 @@ class Shape:
         """Elements of the rotary tables, which every rank has whole, with one row for layers without a rotary embedding; and of the
         query scales."""
         size, local = self.turning_size(0), self.turning_size(max(self.windows)) if self.local_rope else 0
-        scales = (self.rope.query_scale > 0) + (self.nope_query_scale is not None) + self.scalable_softmax
+        scales = (self.rope.query_scale is not None) + (self.nope_query_scale is not None) + self.scalable_softmax
         tables = self.turned_positions * (size * self.turns + local) + size * bool(self.nope_layers)
         return 2 * tables + self.max_positions * scales
 
     def parameters(self, ranks: int = 1, tables: int | None = None, tokens: int | None = None) -> int:
         """Parameters on one rank. `tables`: copies of the vocabulary's table, if not as in the checkpoint; `tokens`: counts only
         the experts that so many tokens are expected to choose."""
-        found = sum(count * self._attention(ranks, *kind) for kind, count in self._alike.items()) + self._waves
+        found = sum(count * elements(matrices) for count, matrices in self._matrices(ranks))
+        found += sum(count * self._attention(ranks, *kind) for kind, count in self._alike.items()) + self._waves
         found += sum(self._asking(ranks, window) for window in self._keyless)
-        if self.latent and self.index:
-            found += len(self.indexing) * self.index.elements(self.latent.queries, self.hidden)
-        if self.blocks:
-            found += len(self.blocks.layers) * self.blocks.elements(ranks, self.hidden)
+        found += len(self.indexing) * self.index.beside(self.hidden) if self.index else 0
+        found += len(self.blocks.layers) * self.blocks.beside if self.blocks else 0
         if self.hyper:
             found += self.hyper.elements(self.hidden, self.layers)
         if self.altup:
@@ -522,12 +512,11 @@ class Shape:
         if self.norm_gates:
             found += 2 * self.norm_gates * self.hidden * (self.layers + sum(map(bool, self.mixtures)))
         if self.recurrent:
-            own = elements(self.recurrent.matrices(ranks, self.hidden))
-            found += len(self.recurrent.layers) * (own + self.recurrent.beside(ranks, self.hidden))
+            found += len(self.recurrent.layers) * self.recurrent.beside(ranks, self.hidden)
         for layer, mixture in self.mlps:
             found += self._sparse(mixture, ranks, tokens) if mixture else self._dense(ranks, self.width(layer))
         if self.inputs:
-            found += self.inputs.elements(ranks, self.hidden, self.layers, tokens is None)
+            found += self.inputs.beside(ranks, self.hidden, self.layers, tokens is None)
         if self.ngrams:
             found += self.ngrams.elements(ranks, self.hidden, tokens is None)
         if self.learned is not None and tokens is None:
@@ -561,17 +550,40 @@ class Shape:
         keyed = {*self.keyed}
         return [self.windows[layer] for layer in self.attending if layer not in keyed]
 
+    def _matrices(self, ranks: int) -> Iterator[tuple[int, Matrices]]:
+        """All matrices on a rank that `quantization` concerns, but those of routed experts; with the number of layers that have
+        them."""
+        for (window, latent), count in self._alike.items():
+            yield count, self._projections(ranks, window, latent)
+            yield count, latent.choosing if latent else []
+        for window in self._keyless:
+            yield 1, self._questions(ranks, window)
+        if self.latent and self.index:
+            yield len(self.indexing), self.index.matrices(self.latent.queries, self.hidden)
+        if self.blocks:
+            yield len(self.blocks.layers), self.blocks.matrices(ranks, self.hidden)
+        if self.inputs:
+            yield self.layers, self.inputs.matrices(ranks, self.hidden)
+        if self.recurrent:
+            yield len(self.recurrent.layers), self.recurrent.matrices(ranks, self.hidden)
+        for layer, mixture in self.mlps:
+            size = mixture.shared if mixture else self.width(layer)
+            yield 1, self._feed_forward(size, size // ranks, self.hidden)
+            yield 1, mixture.narrow(self.hidden) if mixture else []
+
+    def _feed_forward(self, size: int, own: int, hidden: int) -> Matrices:
+        """Matrices of an MLP or an expert; own: of its intermediate features those that a rank has."""
+        return [((2 - bool(self.ungated)) * own, hidden, hidden), (hidden, size, own)]
+
     def _dense(self, ranks: int, width: int) -> int:
-        """Parameters of an MLP of so many intermediate features."""
-        features, inner = width // ranks, (2 - bool(self.ungated)) * width // ranks
-        return self.hidden * (inner + features) + self.mlp_bias * (inner + self.hidden) + 2 * (self.ungated == "xielu")
+        """Parameters of an MLP besides its matrices."""
+        return self.mlp_bias * ((2 - bool(self.ungated)) * width // ranks + self.hidden) + 2 * (self.ungated == "xielu")
 
     def _asking(self, ranks: int, window: int) -> int:
-        """Parameters of attention in a layer without keys of its own."""
+        """Parameters of attention besides its matrices, in a layer without keys of its own."""
         size = self.keys(window).size
-        matrices = elements(self._questions(ranks, window))
         own = self.query_heads(window) // ranks * size
-        return matrices + self.qkv_bias * own + self.output_bias * self.hidden + self.qk_norm * size
+        return self.qkv_bias * own + self.output_bias * self.hidden + self.qk_norm * size
 
     def _questions(self, ranks: int, window: int) -> Matrices:
         """Matrices of attention in such a layer."""
@@ -579,16 +591,21 @@ class Shape:
         return [(asked // ranks, self.hidden, self.hidden), (self.hidden, asked, asked // ranks)]
 
     def _attention(self, ranks: int, window: int, latent: Latent | None) -> int:
-        """Parameters of attention in a layer with this window and these latents."""
+        """Parameters of attention besides its matrices, in a layer with this window and these latents: biases, norms, what heads
+        have, and MLA's projections from latents to heads."""
         heads, keys = self.query_heads(window) // ranks, self.keys(window)
-        matrices = elements(self._projections(ranks, window, latent))
+        biases = self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
+        before = latent.beside(self.heads, ranks, self.hidden, self.qkv_bias) if latent else biases
         norms = (2 * (self.qk_norm and not self.plain_norms) + self.joint_qk_norm * (heads + keys.own(ranks))) * keys.size
-        of_heads = (self.has_sinks(window) + 2 * self.scalable_softmax) * heads
-        return matrices + self._beside(ranks, window, latent) + self.output_bias * self.hidden + norms + of_heads
+        return before + self.output_bias * self.hidden + norms + self._of_heads(ranks, window)
+
+    def _of_heads(self, ranks: int, window: int) -> int:
+        """Of these, numbers for each head: sinks and scalable softmax."""
+        return (self.has_sinks(window) + 2 * self.scalable_softmax) * self.query_heads(window) // ranks
 
     def has_sinks(self, window: int) -> bool:
         """Whether heads of layers with this window have attention sinks."""
-        return self.sinks and (window > 0 or not self.local_sinks)
+        return self.sinks != "" and (window > 0 or not self.local_sinks)
 
     def _projections(self, ranks: int, window: int, latent: Latent | None) -> Matrices:
         """Matrices before and after attention, in a layer with this window and these latents."""
@@ -606,43 +623,34 @@ class Shape:
 
     def _gates_columns(self, ranks: int, window: int) -> int:
         """Of these, the columns of gates."""
-        each = 1 if self.head_gates else self.latent.values if self.latent else self.keys(window).own_values
-        return self.query_heads(window) // ranks * each if self.attention_gates else 0
+        if self.gates is None:
+            return 0
+        each = 1 if self.gates.by_head else self.latent.values if self.latent else self.keys(window).own_values
+        return self.query_heads(window) // ranks * each
 
     def _unbiased(self, ranks: int, window: int) -> int:
         """Of these, columns without biases where others have some, for which zeros are held."""
-        return self._gates_columns(ranks, window) if self.gates_name else 0
-
-    def _beside(self, ranks: int, window: int, latent: Latent | None) -> int:
-        """Elements of what else such a layer has before attention: biases, and MLA's projections from latents to heads."""
-        if latent is not None:
-            return latent.beside(self.heads, ranks, self.hidden, self.qkv_bias)
-        return self.qkv_bias * (self._heads_columns(ranks, window) - self._unbiased(ranks, window))
+        return self._gates_columns(ranks, window) if self.gates and self.gates.name else 0
 
     def weight_bytes(self, ranks: int, item: int, device: str, dtype: str, packed: bool) -> int:
         """Bytes of all weights on one rank, with the rotary tables. packed: matrices are repacked, so that a tied table is held in
         both forms."""
-        wide = sum(mixture.routing(self.hidden) for mixture in self.mixtures if mixture and mixture.wide)
-        wide += sum(self.hidden + mixture.experts for mixture in self.mixtures if mixture and mixture.beside)
-        wide += len(self.indexing) * self.index.wide(self.hidden) if self.index else 0
-        each = (
-            (self.has_sinks(window) + 2 * self.scalable_softmax) * count * self.query_heads(window)
-            for (window, _), count in self._alike.items()
-        )
-        wide += sum(each) // ranks + self._waves
-        wide += sum(count * latent.floats(self.hidden) for (_, latent), count in self._alike.items() if latent)
+        wide = sum(mixture.floats(self.hidden) for mixture in self.mixtures if mixture) + self._waves
+        wide += len(self.indexing) * self.index.floats(self.hidden) if self.index else 0
+        made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
+        for (window, latent), count in self._alike.items():
+            wide += count * (self._of_heads(ranks, window) + (latent.floats(self.hidden) if latent else 0))
+            made += count * self.qkv_bias * self._unbiased(ranks, window)
         if self.centered_norms and not self.layer_norms:
             wide += self.norm_count * self.hidden
             wide += 2 * self.qk_norm * sum(self.keys(self.windows[layer]).size for layer in self.keyed)
             wide += 2 * len(self.blocks.layers) * self.blocks.size if self.blocks else 0
-        wide += self.hyper.wide(self.hidden, self.layers) if self.hyper else 0
-        wide += self.ngrams.wide(self.hidden) if self.ngrams else 0
-        wide += self.layers * self.altup.wide(self.hidden) if self.altup else 0
+        wide += self.hyper.floats(self.hidden, self.layers) if self.hyper else 0
+        wide += self.ngrams.floats(self.hidden) if self.ngrams else 0
+        wide += self.layers * self.altup.floats(self.hidden) if self.altup else 0
         wide += self.precise_logits * (not self.tied) * self.vocabulary_slice(ranks) * self.hidden
         if self.recurrent:
-            wide += len(self.recurrent.layers) * self.recurrent.wide(ranks)
-        made = self.rotary_elements + self.qk_norm_behind * len(self.attending) * self.head_size + self._made_norms
-        made += self.qkv_bias * sum(count * self._unbiased(ranks, window) for (window, _), count in self._alike.items())
+            wide += len(self.recurrent.layers) * self.recurrent.floats(ranks)
         if self.latent and not self.latent.queries:  # zeros beside the biases of latents
             made += self.qkv_bias * len(self.attending) * self.heads // ranks * (self.latent.plain + self.latent.turned)
         if self.ngrams:
@@ -664,35 +672,18 @@ class Shape:
     def saved(self, ranks: int, item: int, device: str, dtype: str, tokens: int | None = None) -> int:
         """Bytes that quantization saves on one rank; tokens: as of `parameters`."""
 
-        def less(how: Quantization | None, *matrices: tuple[int, int, int], whole: bool = False) -> float:
-            """For `Matrices`; whole: if one of them is unpacked, all are."""
+        def less(how: Quantization | None, matrices: Matrices, whole: bool = False) -> float:
+            """whole: if one of the matrices is unpacked, all are."""
             each = [how.saved(item, device, dtype, inputs, own) if how else 0.0 for _, inputs, own in matrices]
             if whole and not all(each):
                 return 0.0
             return sum(outputs * own * saved for saved, (outputs, _, own) in zip(each, matrices, strict=True))
 
-        def mlp(how: Quantization | None, size: int, own: int, hidden: int, whole: bool = False) -> float:
-            return less(how, ((2 - bool(self.ungated)) * own, hidden, hidden), (hidden, size, own), whole=whole)
-
-        how = self.quantization
-        found = sum(count * less(how, *self._projections(ranks, *kind)) for kind, count in self._alike.items())
-        found += sum(less(how, *self._questions(ranks, window)) for window in self._keyless)
-        found += sum(count * less(how, *latent.choosing) for (_, latent), count in self._alike.items() if latent)
-        if self.latent and self.index:
-            found += len(self.indexing) * less(how, *self.index.matrices(self.latent.queries, self.hidden))
-        if self.blocks:
-            found += len(self.blocks.layers) * less(how, *self.blocks.matrices(ranks, self.hidden))
-        if self.inputs:
-            found += self.layers * less(how, *self.inputs.matrices(ranks, self.hidden))
-        if self.recurrent:
-            found += len(self.recurrent.layers) * less(how, *self.recurrent.matrices(ranks, self.hidden))
-        for layer, mixture in self.mlps:
-            size = mixture.shared if mixture else self.width(layer)
-            found += mlp(how, size, size // ranks, self.hidden)
+        found = sum(count * less(self.quantization, matrices) for count, matrices in self._matrices(ranks))
+        for _, mixture in self.mlps:
             if mixture:
-                sizes = mixture.size, mixture.part(ranks), mixture.latent or self.hidden
-                found += mixture.read(tokens) * mlp(mixture.quantization or how, *sizes, device == "cuda")
-                found += less(how, *mixture.narrow(self.hidden))
+                experts = self._feed_forward(mixture.size, mixture.part(ranks), mixture.latent or self.hidden)
+                found += mixture.read(tokens) * less(mixture.quantization or self.quantization, experts, device == "cuda")
         return int(found)
 
     def adapted(self, ranks: int) -> int:
@@ -701,7 +692,7 @@ class Shape:
         for (window, latent), count in self._alike.items():
             # Queries, keys, values and gates side by side, or queries and latents.
             before, *others = self._projections(ranks, window, latent)
-            beside = 2 + (not latent and self.keys(window).values) + bool(self.attention_gates and self.gates_name)
+            beside = 2 + (not latent and self.keys(window).values) + bool(self.gates and self.gates.name)
             found += count * ((1 if "qkv_proj" in self.joined else beside) * lora_elements([before]) + lora_elements(others))
         found += sum(lora_elements(self._questions(ranks, window)) for window in self._keyless)
         if self.blocks and self.blocks.block:  # queries and keys side by side
@@ -713,23 +704,19 @@ class Shape:
         if self.recurrent:
             found += len(self.recurrent.layers) * self.recurrent.adapted(ranks, self.hidden, self.quantization is not None)
         for layer, mixture in self.mlps:
-            own = (mixture.shared if mixture else self.width(layer)) // ranks
-            if own:
-                sides = 2 - bool(self.ungated)
-                parts = 1 if self.mlp_parts[0] in self.joined else sides
-                found += parts * lora_elements([(sides * own, self.hidden, self.hidden)]) + self.hidden + own
+            if size := mixture.shared if mixture else self.width(layer):
+                first, back = self._feed_forward(size, size // ranks, self.hidden)
+                parts = 1 if self.mlp_parts[0] in self.joined else 2 - bool(self.ungated)
+                found += parts * lora_elements([first]) + lora_elements([back])
             if mixture and mixture.shared and mixture.shared_gate:
                 found += lora_elements([(1, self.hidden, self.hidden)])
         return found
 
     def _sparse(self, mixture: Mixture, ranks: int, tokens: int | None) -> int:
-        """Parameters of a layer's experts, their router, and the shared expert with its gate."""
-        size = mixture.part(ranks)
-        matrices = 3 - bool(self.ungated)
-        each = matrices * size * (mixture.latent or self.hidden) + mixture.biased * (2 * size + self.hidden)
-        routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * each)
-        routed += elements(mixture.narrow(self.hidden))
+        """Parameters of a layer's routed experts, their router, and the shared expert's gate."""
+        own = mixture.part(ranks)
+        each = elements(self._feed_forward(mixture.size, own, mixture.latent or self.hidden))
+        routed = mixture.routing(self.hidden) + round(mixture.read(tokens) * (each + mixture.biased * (2 * own + self.hidden)))
         gate = mixture.shared > 0 and mixture.shared_gate != ""
         # Norms, the router's included, and factors of the experts' weights.
-        routed += mixture.beside * (4 * self.hidden + mixture.experts)
-        return routed + self.hidden * (matrices * mixture.shared // ranks + gate)
+        return routed + mixture.beside * (4 * self.hidden + mixture.experts) + gate * self.hidden

@@ -3,11 +3,12 @@ their position, by a scale and bias of each head, so that attention stays as sha
 
 from torch import Tensor
 
+from .holder import Holder
 from .loader import Loader
 from .rotary import Places
 
 
-class ScalableSoftmax:
+class ScalableSoftmax(Holder):
     """The scales and biases of a layer's heads."""
 
     def __init__(self, load: Loader, name: str, heads: int, whole: bool = False) -> None:

@@ -4,28 +4,30 @@ them from checkpoints, and runs them."""
 from torch import Tensor
 
 from ...kernels.short_convolution import short_convolution
-from ...kernels.spans import RecurrentStates
+from ..cache import Cache
 from ..step import Step
-from .linear_attention import RecurrentAttention
 from .loader import Loader
 from .recurrent_shapes import ShortConvolutionShape
+from .rotary import Places
 from .stream import Stream
+from .token_mixer import TokenMixer
 
 NAME = "conv"
 
 
-class ShortConvolutions(RecurrentAttention):
+class ShortConvolutions(TokenMixer):
     """The short convolution of a layer, of whose channels every rank has some."""
 
     def __init__(self, load: Loader, convolution: ShortConvolutionShape) -> None:
+        super().__init__(load)
         size, biased = convolution.size, convolution.biased
         self.inward = load.columns(f"{NAME}.in_proj", [""] * 3, [size] * 3, biased)
         self.taps = load.parts(f"{NAME}.conv.weight", (size,), (1, convolution.width))[0].squeeze(1)
         self.biases = load.parts(f"{NAME}.conv.bias", (size,))[0] if biased else None
         self.output = load.rows(f"{NAME}.out_proj", size, biased)
 
-    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, states: RecurrentStates) -> Tensor:
-        """See `RecurrentAttention`: [tokens, this rank's channels]."""
+    def __call__(self, stream: Stream, norm: Tensor | None, step: Step, places: Places, cache: Cache) -> Tensor:
+        """See `TokenMixer`: [tokens, this rank's channels]."""
         assert step.spans is not None
         before, behind, features = stream.through(norm, self.inward).chunk(3, 1)
-        return short_convolution(before * features, behind, self.taps, self.biases, step.spans, states)
+        return short_convolution(before * features, behind, self.taps, self.biases, step.spans, cache.states[self.index])

@@ -7,10 +7,10 @@ from typing import Any
 
 from .fields import AGAIN, FULL, SIZES, SLIDING, Config, expect, number, said, shown, whole
 from .parts import biased, common, layer_kinds, layers_of, windows_of
-from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
+from .ropes import rope, ropes_by_kind, rotary_size, with_only_rope, with_rope
 from .shape import Shape, Unsupported
 from .sparse_families import EXPERTS, PLAIN_MLP, by_kinds, mixed, one_for_all, scored_by_kinds
-from .traits import Keys, Mixture
+from .traits import Gates, Keys, Mixture
 
 # transformers' defaults.
 FLINT: Config = {
@@ -102,12 +102,11 @@ def _flint(config: Config) -> Shape:
     given = FLINT | said(config)
     base = biased(common(given), given)
     kinds = layer_kinds(given, base.layers, lambda layer: layer > 1 and layer % 4 != 1 and layer < base.layers - 1)
-    mixture = replace(one_for_all(given, given["norm_topk_prob"]), sigmoid=True, shared_gate="")
+    mixture = replace(one_for_all(given, given["norm_topk_prob"]), scores="sigmoid", shared_gate="")
     return replace(
         mixed(base, given, mixture),
         qk_norm=True,
-        sinks=True,
-        sinks_name="softmax_offset",
+        sinks="softmax_offset",
         windows=windows_of(given, kinds),
         nope_layers=layers_of(kinds, FULL),
     )
@@ -122,7 +121,7 @@ def _kolibri(config: Config) -> Shape:
     kinds = layer_kinds(given, base.layers, lambda layer: (layer + 1) % 5 > 0)
     mixture = replace(
         one_for_all(given, given.get("norm_topk_prob", False)),
-        sigmoid=True,
+        scores="sigmoid",
         correction=".moe.router.expert_bias",
         by_logits=True,
         shared_name="shared_experts",
@@ -153,13 +152,13 @@ def _laguna(config: Config) -> Shape:
         raise Unsupported(f"moe_router_logit_softcapping {shown(config['moe_router_logit_softcapping'])} is not supported")
     given = LAGUNA | config
     full, local = ropes_by_kind(_ropes_apart(with_rope(said(config), LAGUNA_ROPES)), 5e5, 1e4)
-    base = biased(common(given | {"rope_parameters": full, "rope_scaling": None}), given)
+    base = biased(common(with_only_rope(given, full)), given)
     kinds, gating = layer_kinds(given, base.layers, lambda layer: False), given["gating"]
     if not isinstance(gating, bool | str) or gating not in GATINGS:
         raise Unsupported(f"gating {shown(gating)} is not supported: the decoder has {', '.join(map(shown, GATINGS))}")
     mixture = replace(
         one_for_all(given, normalized=True),
-        sigmoid=True,
+        scores="sigmoid",
         correction="experts.e_score_correction_bias",
         factor=number(given, "moe_routed_scaling_factor", 1.0),
         shared_gate="",
@@ -169,18 +168,14 @@ def _laguna(config: Config) -> Shape:
     return replace(
         base,
         heads=heads[SLIDING if slides else FULL],
-        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL]) if slides else None,
+        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads[FULL], turned=parts[0]) if slides else None,
         mixtures=by_kinds(given.get("mlp_layer_types") or [PLAIN_MLP, *[EXPERTS] * (base.layers - 1)], mixture, base.layers),
         qk_norm=True,
-        attention_gates=True,
-        softplus_gates=True,
         modules=(("mlp.shared_expert.", "mlp.shared_experts."),),
-        head_gates=GATINGS[gating],
-        gates_name="g_proj",
+        gates=Gates(name="g_proj", by_head=GATINGS[gating], softplus=True),
         windows=windows_of(given, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
+        local_rope=rope(with_only_rope(given, local)) if slides else None,
         rotary_size=parts[slides],
-        global_rotary_size=parts[0] if slides else 0,
     )
 
 
@@ -213,7 +208,7 @@ def _mimo(config: Config) -> Shape:
     if (window := given.get("sliding_window_size")) is not None:  # which does not count the token itself
         given |= {"sliding_window": window + 1}
     full, local = ropes_by_kind(_ropes_apart(with_rope(given, MIMO_ROPES)), 5e6, 1e4)
-    base = common(given | {"rope_parameters": full, "rope_scaling": None})
+    base = common(with_only_rope(given, full))
     parts = {rotary_size({"rope_parameters": one}, base.head_size, 0.334) for one in (full, local)}
     if len(parts) > 1:
         raise Unsupported("partial_rotary_factor differs between kinds of layers, which is not supported: the decoder has one")
@@ -230,11 +225,10 @@ def _mimo(config: Config) -> Shape:
         kv_heads=2 * base.kv_heads,
         global_keys=Keys(heads=base.kv_heads, size=base.head_size, value_size=values),
         value_size=values,
-        sinks=True,
-        sinks_name="attention_sink_bias",
+        sinks="attention_sink_bias",
         local_sinks=True,
         windows=windows_of({"sliding_window": 129} | given, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters"),
+        local_rope=rope(with_only_rope(given, local)),
         rotary_size=parts.pop(),
         factors=(("self_attn.v_proj", number({"attention_value_scale": 0.707} | config, "attention_value_scale", 1.0)),),
     )
@@ -279,8 +273,7 @@ def step_3(config: Config) -> Shape:
     shared expert; gates are clamped, with limits that differ by layer."""
     given = STEP_3 | _steps_own(said(config))
     full, local = ropes_by_kind(given, 1e4, 1e4)
-    base = common(given | {"rope_parameters": full, "rope_scaling": None, "hidden_act": "silu"})
-    base = biased(base, given)
+    base = biased(common(with_only_rope(given | {"hidden_act": "silu"}, full)), given)
     layers, heads = base.layers, int(given["num_attention_heads"])
     kinds = layer_kinds(given, layers, lambda layer: False)
     slides = SLIDING in kinds
@@ -290,7 +283,7 @@ def step_3(config: Config) -> Shape:
         chosen=given["num_experts_per_tok"],
         size=given["moe_intermediate_size"],
         normalized=True,
-        sigmoid=True,
+        scores="sigmoid",
         correction="gate.e_score_correction_bias",
         factor=number(given, "moe_router_scaling_factor", 1.0),
         shared=given["share_expert_dim"],
@@ -304,7 +297,7 @@ def step_3(config: Config) -> Shape:
     return replace(
         base,
         heads=int(given.get("num_sliding_attention_heads") or heads) if slides else heads,
-        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads) if slides else None,
+        global_keys=Keys(heads=base.kv_heads, size=base.head_size, queries=heads, turned=parts[0]) if slides else None,
         mixtures=tuple(
             one and replace(one, limit=limit, shared_limit=other) for one, limit, other in zip(sparse, limits, shared, strict=True)
         ),
@@ -313,13 +306,10 @@ def step_3(config: Config) -> Shape:
         attention_scale=number(given, "query_pre_attn_scalar", base.head_size) ** -0.5,
         qk_norm=True,
         centered_norms=True,
-        attention_gates=True,
-        head_gates=True,
-        gates_name="g_proj",
+        gates=Gates(name="g_proj", by_head=True),
         windows=windows_of(given, kinds),
-        local_rope=rope_of(given | {"rope_parameters": local}, "rope_parameters") if slides else None,
+        local_rope=rope(with_only_rope(given, local)) if slides else None,
         rotary_size=parts[slides],
-        global_rotary_size=parts[0] if slides else 0,
         aliases=STEP_3_NAMES,
     )
 

@@ -7,9 +7,9 @@ from typing import Any
 from .dense_families import BEHIND, MISTRAL, OLMO, ernie, exaone4, granite, hunyuan, qwen3, with_thetas
 from .fields import AGAIN, BLOCKS, FULL, SIZES, SLIDING, Config, expect, number, shown, whole
 from .parts import biased, cap, common, layer_kinds, layers_of, uniform_windows, windows_of
-from .ropes import rope_of, ropes_by_kind, rotary_size, with_rope
+from .ropes import rope, ropes_by_kind, rotary_size, with_only_rope, with_rope
 from .shape import PLAIN, Shape, Unsupported
-from .traits import BlockIndex, Mixture, Quantization
+from .traits import Gates, HeadIndex, Mixture, Quantization
 
 # transformers' defaults, which some checkpoints rely on.
 AFMOE: Config = {
@@ -187,7 +187,7 @@ def scored(base: Shape, config: Config) -> Shape:
         chosen=config.get("num_experts_per_tok", 8),
         size=size,
         normalized=config.get("norm_topk_prob", False),
-        sigmoid=True,
+        scores="sigmoid",
         correction="gate.e_score_correction_bias",
         groups=groups,
         groups_chosen=groups_chosen,
@@ -247,8 +247,7 @@ def _afmoe(config: Config) -> Shape:
     found = with_experts(scored(base, given | fields), router="router.gate", correction="expert_bias")
     return replace(
         found,
-        attention_gates=True,
-        gates_name="gate_proj",
+        gates=Gates(name="gate_proj"),
         qk_norm=True,
         norms=AROUND_AFMOE,
         windows=windows_of(given, kinds),
@@ -306,10 +305,10 @@ def _hunyuan_moe(config: Config) -> Shape:
 def _mellum(config: Config) -> Shape:
     """Mellum: Qwen 3's experts; layers with a sliding window have another rotary embedding."""
     full, local = ropes_by_kind(config, 5e5, 1e4)
-    given = MELLUM | config | {"rope_parameters": full, "rope_scaling": None}
+    given = with_only_rope(MELLUM | config, full)
     base = _qwen3_moe({name: value for name, value in given.items() if name not in ("layer_types", "sliding_window")})
     kinds, own = layer_kinds(given, base.layers, lambda layer: False), given.get("mlp_layer_types")
-    local_rope = rope_of(given | {"rope_parameters": local}, "rope_parameters") if SLIDING in kinds else None
+    local_rope = rope(with_only_rope(given, local)) if SLIDING in kinds else None
     mixtures = by_kinds(own, base.mixtures[0], base.layers) if own is not None else base.mixtures
     return replace(base, windows=windows_of(given, kinds), local_rope=local_rope, mixtures=mixtures)
 
@@ -323,7 +322,7 @@ def _minimax_m2(config: Config) -> Shape:
         chosen=config.get("num_experts_per_tok", 8),
         size=base.intermediate,
         normalized=True,
-        sigmoid=True,
+        scores="sigmoid",
         correction="e_score_correction_bias",
         name="block_sparse_moe",
         names=("w1", "w3", "w2"),
@@ -356,7 +355,7 @@ def _minimax_m3(config: Config) -> Shape:
         chosen=given["num_experts_per_tok"],
         size=given["intermediate_size"],
         normalized=True,
-        sigmoid=True,
+        scores="sigmoid",
         correction="e_score_correction_bias",
         factor=number(given, "routed_scaling_factor", 2.0),
         shared=given["shared_intermediate_size"],
@@ -397,7 +396,7 @@ def _by_flags(config: Config, name: str, flags: Any, kinds: tuple[str, str], usu
     return found
 
 
-def _blocks_of(given: Config, base: Shape, layers: frozenset[int]) -> BlockIndex | None:
+def _blocks_of(given: Config, base: Shape, layers: frozenset[int]) -> HeadIndex | None:
     if not layers:
         return None
     heads, size, local = given["index_n_heads"], given["index_head_dim"], given["index_local_blocks"]
@@ -408,7 +407,7 @@ def _blocks_of(given: Config, base: Shape, layers: frozenset[int]) -> BlockIndex
         )
     block = given["index_block_size"]
     most = given["index_topk_blocks"] * block
-    return BlockIndex(layers=layers, heads=heads, size=size, most=most, block=block, local=local)
+    return HeadIndex(layers=layers, heads=heads, size=size, most=most, block=block, local=local)
 
 
 def _ernie_moe(config: Config) -> Shape:
@@ -510,7 +509,7 @@ def with_granites_experts(base: Shape, given: Config, shared: int) -> Shape:
         raise Unsupported(f"config.json says num_experts_per_tok 0, of {mixture.experts} experts: {AGAIN}")
     return replace(
         base,
-        mixtures=(mixture,) * base.layers if mixture.experts else (),
+        mixtures=(mixture if mixture.experts else None,) * base.layers,
         mlp_name="shared_mlp",
         mlp_parts=("input_linear", "", "", "output_linear"),
         joined=("input_linear",),
@@ -541,7 +540,7 @@ def _gpt_oss(config: Config) -> Shape:
         router="router",
     )
     windows = windows_of(given, layer_kinds(given, base.layers, lambda layer: layer % 2 == 0))
-    return replace(base, windows=windows, mixtures=(mixture,) * base.layers, sinks=True)
+    return replace(base, windows=windows, mixtures=(mixture,) * base.layers, sinks="sinks")
 
 
 SPARSE: dict[str, Callable[[Config], Shape]] = {

@@ -10,24 +10,19 @@ from ...kernels.spans import RecurrentStates, Spans
 from ...kernels.state_space import state_space
 from .linear_attention import LinearAttention
 from .loader import Loader
-from .lora import side_by_side
-from .recurrent_shapes import LinearAttentionShape
+from .recurrent_shapes import StateSpaceShape
 
 
 class Mamba2(LinearAttention):
     """A Mamba-2 layer. The heads of a group share queries (C) and keys (B); the norm is over all values of a group."""
 
-    def __init__(self, load: Loader, linear: LinearAttentionShape) -> None:
-        assert linear.limits is not None
+    def __init__(self, load: Loader, linear: StateSpaceShape) -> None:
         keys, _, values = linear.sizes
         name = linear.home
         sizes, wholes = (values, keys, keys), (1, linear.key_size, linear.key_size)
         every = (values, *sizes, linear.value_heads), (1, *wholes, 1)
-        parts = load.matrices(f"{name}.in_proj", *every)
-        *first, steps = (load.times(part, factor) for part, factor in zip(parts, linear.factors, strict=True))
-        *changes, gating = load.lora_parts(f"{name}.in_proj", *every, linear.factors)
-        inward = load.joined(first[::-1]), side_by_side(*changes[::-1])  # queries are last in the checkpoint
-        super().__init__(load, linear, name, inward, (load.dense(steps), gating))
+        *first, steps = load.projections(f"{name}.in_proj", *every, linear.factors)
+        super().__init__(load, linear, name, load.side_by_side(*first[::-1]), steps)  # queries are last in the checkpoint
         self.ranks, self.limits = load.ranks, linear.limits
         self.taps = torch.cat(load.parts(f"{name}.conv1d.weight", sizes, (1, linear.width), wholes)[::-1]).squeeze(1)
         self.biases = torch.cat(load.parts(f"{name}.conv1d.bias", sizes, (), wholes)[::-1])

@@ -12,6 +12,16 @@ MOST_ON_CPU = 256  # the most inputs that share a scale in products on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TemperatureTuning:
+    """Attention temperature tuning: queries are multiplied by 1 + strength * log(1 + times), lest attention blur among many keys,
+    where `times` is how often `positions` fit into a token's position, counted from `first`."""
+
+    strength: float
+    positions: int
+    first: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
     """Rotary position embedding (RoPE). `kind` "default" uses nothing but theta."""
 
@@ -25,8 +35,7 @@ class Rope:
     few_turns: float = 1.0
     whole: bool = True  # yarn's: these bounds are rounded to whole pairs of features ("truncate")
     amplitude: float = 1.0  # multiplies all cosines and sines
-    # Llama 4's scaling of queries, by the logarithm of how many times over they exceed the original positions; 0: none.
-    query_scale: float = 0.0
+    query_scale: TemperatureTuning | None = None  # scales queries by position (llama_4_scaling_beta); None: nothing does
     # Longrope's stretching factors of the frequencies, where at most the original positions are served.
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()  # where more are served
@@ -42,12 +51,12 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TemperatureTuning:
-    """Attention temperature tuning: queries are multiplied by 1 + strength * log(1 + times), lest attention blur among many keys,
-    where `times` is how often `positions` fit into a token's position, counted from 1."""
+class Gates:
+    """Gates that attention's output is multiplied by."""
 
-    strength: float
-    positions: int
+    name: str = ""  # of their matrix, which has no biases; "": in the checkpoint they are beside each head's queries
+    by_head: bool = False  # one gate for each head instead of one for each of its features
+    softplus: bool = False  # they go through softplus instead of a sigmoid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +122,9 @@ class Mixture:
     shared_name: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"  # gate of the shared expert's output; "": none
     shared_factor: float = 1.0  # multiplies the shared expert's output
-    sigmoid: bool = False  # router scores are sigmoids of logits, instead of their softmax
-    rooted: bool = False  # router scores are square roots of softplus
+    scores: str = (
+        "softmax"  # what router scores are of logits: "softmax", "sigmoid", or "sqrtsoftplus", the square root of softplus
+    )
     hashed: bool = False  # hash routing: a table says which experts a token goes through, by its id
     # Tensor of the correction bias, added to scores for choosing experts alone; behind a dot, of the layer itself; "": none.
     correction: str = ""
@@ -159,7 +169,7 @@ class Mixture:
     @property
     def wide(self) -> bool:
         """Whether the router is computed in float32."""
-        return self.precise or self.sigmoid or self.rooted or bool(self.correction)
+        return self.precise or self.scores != "softmax" or self.correction != ""
 
     def narrow(self, hidden: int) -> Matrices:
         """The matrices to the experts' latent and back."""
@@ -168,6 +178,10 @@ class Mixture:
     def routing(self, hidden: int) -> int:
         """Parameters of the router and the correction bias."""
         return self.routed * (hidden + self.biased + bool(self.correction))
+
+    def floats(self, hidden: int) -> int:
+        """Parameters held in float32: the router, if it is `wide`, its norm, and factors of the experts' weights."""
+        return self.wide * self.routing(hidden) + self.beside * (hidden + self.experts)
 
     def part(self, ranks: int) -> int:
         """Intermediate features of each expert on a rank. Quantization blocks of experts in one tensor are not split: the last
@@ -212,14 +226,13 @@ class Index:
         inputs = hidden if self.streaming else queries
         return [(self.heads * self.size, inputs, inputs), (self.size, hidden, hidden)]
 
-    def wide(self, hidden: int) -> int:
+    def floats(self, hidden: int) -> int:
         """Elements held in float32: the head weights' projection, scalable softmax, and the biases of gates."""
         return self.heads * (hidden + 2 * self.scalable_softmax) + self.pool * self.size
 
-    def elements(self, queries: int, hidden: int) -> int:
-        """All parameters: matrices, norms of keys and of the queries' input, gates, and what is `wide`."""
-        norms, gates = 2 * (self.size + self.streaming * hidden), bool(self.pool) * self.size * hidden
-        return elements(self.matrices(queries, hidden)) + norms + gates + self.wide(hidden)
+    def beside(self, hidden: int) -> int:
+        """Other parameters: norms of keys and of the queries' input, gates, and what is in `floats`."""
+        return 2 * (self.size + self.streaming * hidden) + bool(self.pool) * self.size * hidden + self.floats(hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +259,7 @@ class HyperConnections:
         last = 0 if self.averaged else self.count * each + 1
         return 2 * layers * (count * each + len(self.kinds)) + last
 
-    def wide(self, hidden: int, layers: int) -> int:
+    def floats(self, hidden: int, layers: int) -> int:
         """Of these, elements held in float32."""
         return self.elements(hidden, layers)
 
@@ -263,9 +276,9 @@ class GatedHyperConnections(HyperConnections):
     def elements(self, hidden: int, layers: int) -> int:
         """As that of `HyperConnections`."""
         all_streams = self.count * hidden
-        return (2 * layers + 1) * 2 * self.rank * all_streams + 2 * layers * self.count * all_streams + self.wide(hidden, layers)
+        return (2 * layers + 1) * 2 * self.rank * all_streams + 2 * layers * self.count * all_streams + self.floats(hidden, layers)
 
-    def wide(self, hidden: int, layers: int) -> int:
+    def floats(self, hidden: int, layers: int) -> int:
         """Elements held in float32: gains of norms."""
         return (2 * layers + 1) * self.count * hidden
 
@@ -278,74 +291,46 @@ class AltUpShape:
     active: int = 0  # index of the stream that is computed
     scaled: bool = True  # per-layer inputs are gated by that stream times gains of the layer
 
-    def wide(self, hidden: int) -> int:
+    def floats(self, hidden: int) -> int:
         """Elements per layer held in float32: router, prediction and correction coefficients."""
         return self.count * (hidden + self.count * (1 + self.count))
 
     def elements(self, hidden: int, layers: int) -> int:
         """Parameters of all layers, and of the projections from one stream to several and back."""
-        return layers * (self.wide(hidden) + 2 * hidden) + 2 * (self.count - 1) * hidden**2
+        return layers * (self.floats(hidden) + 2 * hidden) + 2 * (self.count - 1) * hidden**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockIndex:
-    """The index of block sparse attention (MiniMax M3): one query head for each key head chooses blocks of tokens, by a key that
-    all heads share, and every rank has."""
+class HeadIndex:
+    """The index of sparse attention for heads of keys and values. It chooses blocks of tokens, by one query head for each key head
+    (MiniMax M3); or pools of tokens for all key heads alike, by means of the tokens' keys (Qwen 4 Exp): see `kernels.means`. All
+    its heads share one key, which every rank has."""
 
     layers: frozenset[int]  # layers with an index; in others all visible tokens are attended to
     heads: int
-    size: int
-    most: int  # tokens that a token attends to, in whole blocks
-    block: int  # tokens of a block
-    local: int  # so many of the last blocks that a token sees are always chosen
-    pool: ClassVar[int] = 0  # see `PoolIndex`
+    size: int  # of a head, and of the key that is cached per token
+    most: int  # tokens that a token attends to, in whole blocks, or besides the incomplete pool
+    block: int = 0  # tokens of a block; 0: it chooses pools
+    local: int = 0  # so many of the last blocks that a token sees are always chosen
+    pool: int = 0  # tokens of a pool; 0: it chooses blocks
 
     @property
     def read(self) -> float:
         """Elements per token that are read to choose."""
-        return self.size
+        return self.size / max(1, self.pool)
 
     def own(self, ranks: int) -> int:
-        """Query heads on a rank: see `Keys.own`."""
-        return max(1, self.heads // ranks)
+        """Query heads on a rank: of blocks see `Keys.own`, of pools all."""
+        return max(1, self.heads // ranks) if self.block else self.heads
 
     def matrices(self, ranks: int, hidden: int) -> Matrices:
         """The projection of queries and keys."""
         return [((self.own(ranks) + 1) * self.size, hidden, hidden)]
 
-    def elements(self, ranks: int, hidden: int) -> int:
-        """All parameters: the projection, and norms of both."""
-        return elements(self.matrices(ranks, hidden)) + 2 * self.size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolIndex:
-    """An index that chooses pools of tokens for all key heads alike, by means of the tokens' keys (Qwen 4 Exp): see
-    `kernels.means`. Every rank has all of it."""
-
-    layers: frozenset[int]
-    heads: int
-    size: int  # of a head, and of the key that is cached per token
-    most: int  # tokens that a token attends to, besides the incomplete pool
-    pool: int  # tokens of a pool
-    block: ClassVar[int] = 0  # see `BlockIndex`
-
     @property
-    def read(self) -> float:
-        """As that of `BlockIndex`."""
-        return self.size / self.pool
-
-    def own(self, ranks: int) -> int:
-        """As that of `BlockIndex`."""
-        return self.heads
-
-    def matrices(self, ranks: int, hidden: int) -> Matrices:
-        """As that of `BlockIndex`."""
-        return [((self.heads + 1) * self.size, hidden, hidden)]
-
-    def elements(self, ranks: int, hidden: int) -> int:
-        """As that of `BlockIndex`."""
-        return elements(self.matrices(ranks, hidden)) + 2 * self.size
+    def beside(self) -> int:
+        """Other parameters: norms of both."""
+        return 2 * self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,13 +360,9 @@ class Latent:
         inputs = (1 + self.gated) * self.queries
         return heads * (self.plain + self.turned + self.gated * self.values), inputs, inputs
 
-    def of(self, turns: bool) -> "Latent":
-        """The latents of layers with a rotary embedding, or of those without."""
-        return self if turns or self.apart else replace(self, plain=self.plain + self.turned, turned=0)
-
     def at(self, layer: int, turns: bool) -> "Latent":
-        """The latents of that layer."""
-        return self.of(turns)
+        """The latents of that layer; turns: it has a rotary embedding."""
+        return self if turns or self.apart else replace(self, plain=self.plain + self.turned, turned=0)
 
     @property
     def kept(self) -> int:
@@ -444,6 +425,7 @@ class Keys:
     values: bool = True  # values have a projection of their own; else they are the keys before norm and rotary embedding
     value_size: int = 0  # of a value, if smaller than a key: it is padded with zeros in the cache; 0: the same
     queries: int = 0  # query heads, if the layer has other than `Shape.heads`; 0: it has not
+    turned: int = 0  # features of a head that rotate, if others than `Shape.rotary_size`; 0: no others
 
     @property
     def own_values(self) -> int:
@@ -468,10 +450,9 @@ class PerLayerShape:
         own = self.size // ranks
         return [(own, hidden, hidden), (hidden, self.size, own)]
 
-    def elements(self, ranks: int, hidden: int, layers: int, table: bool) -> int:
-        """Parameters on a rank; table: with the embedding table."""
-        taking = elements(self.matrices(ranks, hidden))
-        return layers * (self.size * hidden + taking + hidden + table * self.vocabulary * self.size // ranks) + self.size
+    def beside(self, ranks: int, hidden: int, layers: int, table: bool) -> int:
+        """Other parameters on a rank, of all layers; table: with the embedding table."""
+        return layers * (self.size * hidden + hidden + table * self.vocabulary * self.size // ranks) + self.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -483,7 +464,7 @@ class Layout:
     names: tuple[tuple[str, str], ...]  # of modules, ours and theirs: within a layer, and beside the layers
     joint: bool = False  # queries, keys and values are in one tensor
     grouped: bool = False  # in which rows are grouped by key head: its queries, a key, a value
-    turned: bool = False  # matrices of layers are transposed: [inputs, outputs]
+    transposed: bool = False  # matrices of layers are [inputs, outputs]
 
 
 def elements(matrices: Matrices) -> int:

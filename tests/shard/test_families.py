@@ -294,7 +294,7 @@ def test_moe_defaults_of_sigmoid_routers_are_those_of_transformers() -> None:
         chosen=defaults.num_experts_per_tok,
         size=defaults.moe_intermediate_size,
         normalized=defaults.norm_topk_prob,
-        sigmoid=True,
+        scores="sigmoid",
         correction="gate.e_score_correction_bias",
         groups=defaults.n_group,
         groups_chosen=defaults.topk_group,

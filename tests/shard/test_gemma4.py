@@ -2,10 +2,13 @@
 without keys of their own. Logits and tokens: test_against_transformers.py."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 import transformers
 
 from penstock.shard.config import ShardConfig
@@ -137,6 +140,20 @@ def test_zero_padded_layer_numbers_in_per_layer_config_are_read() -> None:
     saved = transformers.Gemma4TextConfig(**TEXT).to_dict()
     assert "05" in saved["per_layer_config"]
     assert shape(saved | {"architectures": ["Gemma4ForCausalLM"]}) == shape(TEXT_ONLY)
+
+
+def test_layers_that_share_keys_have_the_cache_scales_of_the_layer_that_writes_them(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny.folder("gemma4-e"), tmp_path / "model"))
+    stored = safetensors.torch.load_file(folder / "model.safetensors")
+    scales = {
+        f"model.layers.{layer}.self_attn.{part}_scale": torch.tensor(2.0 + layer + number / 2)
+        for layer in range(2)
+        for number, part in enumerate("kv")
+    }
+    safetensors.torch.save_file(stored | scales, folder / "model.safetensors", {"format": "pt"})
+    layers = load(ShardConfig(folder=str(folder), model="m"), lambda stage: None).decoder.layers
+    found = [layer.attention.scales[:, 0].tolist() for layer in layers]  # type: ignore[union-attr]
+    assert found == [[2.0, 2.5], [3.0, 3.5]] * 2
 
 
 def test_layers_that_share_keys_use_the_same_cache() -> None:

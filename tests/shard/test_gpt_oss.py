@@ -16,6 +16,7 @@ from penstock.kernels.experts import Experts, route
 from penstock.kernels.linear import Weight
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
+from penstock.shard.models.holder import held
 from penstock.shard.models.mlp import MixtureOfExperts
 from penstock.shard.models.shape import Unsupported
 from penstock.tests.shard import tiny
@@ -141,7 +142,7 @@ def test_ranks_are_cut_between_mxfp4_blocks(checkpoint_pair: tuple[Path, Path]) 
         expected, *found = (experts_of(model, index)(x, *routed) for model in (single_rank, *ranks))
         torch.testing.assert_close(sum(found), expected, atol=1e-4, rtol=1e-4)
         assert all(part.abs().max() > 0.1 for part in found)
-    assert [weight.shape for weight in ranks[1].layers[0].mlp.weights()][1:][::5] == [(128, 64), (64, 64)]
+    assert [weight.shape for weight in held(ranks[1].layers[0].mlp)][1:][::5] == [(128, 64), (64, 64)]
     for model in ranks:
         assert model.shape.weight_bytes(2, 4, "cpu", "float32", False) == pytest.approx(model.weight_bytes, rel=0.001)
 

@@ -22,7 +22,7 @@ from penstock.shard.loading import load
 from penstock.shard.models.draft_families import check_speculation
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import BlockIndex
+from penstock.shard.models.traits import HeadIndex
 from penstock.tests.shard import lora, tiny
 from penstock.tests.shard.driver import Traffic
 from penstock.tests.shard.test_adapters import check_tokens, engine_of, mixed_prompts
@@ -73,7 +73,7 @@ def test_shape_and_parameters_equal_transformers() -> None:
     corrections = [values for key, values in reference.named_buffers() if "correction" in key]
     assert found.parameters() == sum(values.numel() for values in (*reference.parameters(), *corrections))
     assert found == text_shape(model_type="minimax_m3")  # a model_type that transformers does not know
-    assert found.blocks == BlockIndex(layers=frozenset(range(3, 60)), heads=4, size=128, most=2048, block=128, local=1)
+    assert found.blocks == HeadIndex(layers=frozenset(range(3, 60)), heads=4, size=128, most=2048, block=128, local=1)
     assert [mixture is None for mixture in found.mixtures] == [True] * 3 + [False] * 57
     assert (found.max_positions, found.rotary_size, found.rope.theta) == (524_288, 64, 5e6)
     # Per token: keys and values of 4 heads, or of one, and the indexer's keys.

@@ -20,7 +20,7 @@ from penstock.shard.loading import load
 from penstock.shard.models.draft_families import draft_shape
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import HyperConnections, Index, Latent, Mixture
+from penstock.shard.models.traits import HyperConnections, Index, Latent, Mixture, elements
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_weights import WEIGHTS, assert_same_weights, load_decoder
 
@@ -153,9 +153,9 @@ def test_layers_that_share_an_indexer_are_those_of_transformers(more: dict[str, 
     assert [found.slot(1, layer)[2] for layer in range(10)] == [704 if kind == "full" else 576 for kind in kinds]
     index = found.index
     assert index is not None
-    assert shape(config | {"indexer_types": ["full"] * 10}).parameters() - found.parameters() == len(
-        index.borrowing
-    ) * index.elements(2048, found.hidden)
+    assert shape(config | {"indexer_types": ["full"] * 10}).parameters() - found.parameters() == len(index.borrowing) * (
+        elements(index.matrices(2048, found.hidden)) + index.beside(found.hidden)
+    )
 
 
 def test_older_layer_type_of_sparse_attention_is_read() -> None:
@@ -227,7 +227,7 @@ def shape_of(name: str, **more: Any) -> Shape:
 
 
 def test_defaults_of_mla_models_are_those_of_transformers() -> None:
-    router_fields: dict[str, Any] = {"sigmoid": True, "correction": "gate.e_score_correction_bias"}
+    router_fields: dict[str, Any] = {"scores": "sigmoid", "correction": "gate.e_score_correction_bias"}
     config: Any = transformers.DeepseekV3Config()
     found = shape_of("DeepseekV3")
     assert found.latent == expected_latent(config)

@@ -137,7 +137,7 @@ def test_roofline_of_prefill_counts_expanded_attention() -> None:
     assert roofline.prefill(group, accelerator, 8192) == pytest.approx(
         (matmul_operations + attention) / accelerator.flops, rel=1e-6
     )
-    absorbed = replace(group, shape=replace(model, sinks=True))
+    absorbed = replace(group, shape=replace(model, sinks="sinks"))
     assert roofline.prefill(absorbed, accelerator, 8192) > 1.2 * roofline.prefill(group, accelerator, 8192)
 
 

@@ -16,7 +16,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
-from penstock.shard.models.alibi import table_of
+from penstock.shard.models.alibi import alibi_biases
 from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Shape, Unsupported
 from penstock.shard.step import Span
@@ -200,7 +200,7 @@ def test_alibi_slopes_equal_transformers(heads: int) -> None:
 def test_alibi_table_is_exact_in_16_bit_formats(name: str, dtype: torch.dtype) -> None:
     model_shape = replace(tiny.decoder(name).shape, max_positions=40_000)
     assert model_shape.alibi is not None
-    found = table_of(model_shape, 1, 2, dtype, tiny.CPU).double().sum(2)
+    found = alibi_biases(model_shape, 1, 2, dtype, tiny.CPU).double().sum(2)
     slopes = torch.tensor(model_shape.alibi.slopes[model_shape.heads // 2 :])
     positions = torch.arange(40_000).unsqueeze(1)
     expected = (slopes.bfloat16() * positions if model_shape.alibi.rounded else slopes * positions).double()
@@ -210,9 +210,9 @@ def test_alibi_table_is_exact_in_16_bit_formats(name: str, dtype: torch.dtype) -
 
 def test_alibi_with_too_many_positions_for_float16_is_refused() -> None:
     model_shape = replace(tiny.decoder("bloom").shape, max_positions=1 << 20)
-    table_of(model_shape, 0, 1, torch.bfloat16, tiny.CPU)
+    alibi_biases(model_shape, 0, 1, torch.bfloat16, tiny.CPU)
     with pytest.raises(Unsupported, match="1048576 positions with ALiBi are too many for float16: use --dtype bfloat16"):
-        table_of(model_shape, 0, 1, torch.float16, tiny.CPU)
+        alibi_biases(model_shape, 0, 1, torch.float16, tiny.CPU)
 
 
 def test_alibi_with_an_8_bit_kv_cache_is_refused() -> None:

@@ -21,7 +21,7 @@ from penstock.shard.models.families import shape
 from penstock.shard.models.ngrams import primes
 from penstock.shard.models.recurrent_shapes import LinearAttentionShape
 from penstock.shard.models.shape import Shape, Unsupported
-from penstock.shard.models.traits import GatedHyperConnections, PoolIndex
+from penstock.shard.models.traits import GatedHyperConnections, HeadIndex
 from penstock.shard.step import Span
 from penstock.tests.shard import tiny, vision_models
 from penstock.tests.shard.test_against_transformers import prompt
@@ -61,7 +61,7 @@ def test_shape_and_parameters_equal_transformers() -> None:
     assert (vision_shape.rope.axes, vision_shape.ngrams.image, found.ngrams.image) == ((0, 1, 2) * 10 + (0, 1), 5, 248_056)  # type: ignore[union-attr]
     attending = [layer for layer, kind in enumerate(config.layer_types) if kind == "indexed_attention"]
     assert found.keyed == found.attending == attending
-    assert found.blocks == PoolIndex(layers=frozenset(attending), heads=16, size=128, most=2048, pool=16)
+    assert found.blocks == HeadIndex(layers=frozenset(attending), heads=16, size=128, most=2048, pool=16)
     assert found == text_shape(layer_types=["linear_attention" if i % 4 < 3 else "full_attention" for i in range(40)])
     assert found.hyper == GatedHyperConnections(count=4, rank=320)
     assert found.kv_elements(1) == 10 * (2 * 2 * 256 + 128)

@@ -10,7 +10,7 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.shard.models.families import shape
-from penstock.shard.models.rotary import frequencies, table_of
+from penstock.shard.models.rotary import cosines_and_sines, frequencies
 from penstock.shard.models.shape import Unsupported
 from penstock.tests.shard import configurations, tiny
 
@@ -54,7 +54,7 @@ def test_rotary_frequencies_and_amplitude_equal_transformers(kind: str) -> None:
             expected, amplitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=config.max_position_embeddings)
         torch.testing.assert_close(frequencies(rope, size), expected, rtol=1e-6, atol=0)
         assert rope.amplitude == pytest.approx(amplitude)
-        table = table_of(rope, size, 3, torch.float32, torch.device("cpu"))
+        table = cosines_and_sines(rope, size, 3, torch.float32, torch.device("cpu"))
         assert table.shape == (3, *TABLE_SHAPE, size)
         torch.testing.assert_close(table[0, 0, 0], torch.full((size,), amplitude))
 

@@ -19,6 +19,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.loading import load
 from penstock.shard.models.decoder import Decoder
 from penstock.shard.models.families import shape
+from penstock.shard.models.holder import held
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.weights import INDEX, DummyWeights, Weights
@@ -36,7 +37,7 @@ def plain_weights(model: Decoder) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     parts = [("", vars(model)), *((f"{layer.index}.", vars(layer)) for layer in model.layers)]
     parts += [(f"{layer.index}.{i}.", vars(attention)) for layer in model.layers for i, attention in enumerate(layer.readers)]
-    mlps = [(f"{layer.index}.mlp.", dict(enumerate(layer.mlp.weights()))) for layer in model.layers if layer.mlp]
+    mlps = [(f"{layer.index}.mlp.", dict(enumerate(held(layer.mlp)))) for layer in model.layers if layer.mlp]
     for prefix, part in (*parts, *mlps):
         for name, value in part.items():
             if isinstance(value, Weight):  # in whatever layout: its outputs for unit vectors, and for 0 (the bias)
