@@ -362,6 +362,28 @@ def test_waiting_requests_are_served_by_priority() -> None:
     run(test, FakeShards(seconds=0.01), max_batch_size=1)
 
 
+def test_requests_of_a_tenant_that_has_less_running_pass_those_of_another() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        ends: list[str] = []
+
+        async def one(text: str, most: int, tenant: str) -> None:
+            await read(batcher, make_request(text, most, tenant=tenant))
+            ends.append(text)
+
+        shards.gate.clear()
+        tasks = [asyncio.create_task(one(text, 40, "a")) for text in ("a1", "a2", "a3")]
+        while batcher._scheduler is None or batcher._scheduler.running < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(one("a4", 1, "a")), asyncio.create_task(one("b1", 1, "b"))]
+        while len(batcher._streams) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        shards.gate.set()
+        await asyncio.gather(*tasks)
+        assert ends.index("b1") < min(ends.index("a3"), ends.index("a4"))
+
+    run(test, max_batch_size=2)
+
+
 def test_completion_rate_estimates_the_seconds_until_a_request_ends() -> None:
     rate = CompletionRate()
     assert rate.seconds(5.0) == 1.0
