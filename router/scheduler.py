@@ -316,8 +316,8 @@ class Scheduler:
             self._filters += 1
             return Filter(dropped, (), ended)
         if self._grow > self.free:
-            # What a Filter in flight frees is not known yet, and may be enough.
-            return None if self._filters else self._pause()
+            # What a Filter in flight frees is not known yet, and may be enough; nor what prompts in flight have found in the cache.
+            return None if self._filters or (self._sharers and self._underway) else self._pause()
         decodes = self._expected_decodes()
         chunks, new = self._plan(decodes)
         if chunks:

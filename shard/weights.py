@@ -69,7 +69,7 @@ class Weights:
             what = "by config.json it is not quantized, or no matrix of a layer, of which alone few bits are read"
             raise Unsupported(f"tensor {name} is stored as {kind}, and {what}: {AGAIN}")
         if found != shape:
-            raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: they belong to different models")
+            raise Unsupported(f"tensor {name} is {list(found)}, config.json says {list(shape)}: {AGAIN}")
         tensor = sliced(stored, cut)
         self.progress(tensor.numel())
         return tensor.to(self.device, dtype or self.dtype)

@@ -24,16 +24,18 @@ def computed_prompt_tokens(batcher: Batcher) -> float:
     return metric_value(batcher, "penstock_prompt_tokens_total")
 
 
-@pytest.mark.parametrize(("step", "most"), [(512, 1.1), (4096, 1.1), (64, 1.3)])
-def test_a_hundred_identical_concurrent_prompts_are_computed_about_once(step: int, most: float) -> None:
-    """Small chunks end inside pages; the next request then computes those pages too."""
+@pytest.mark.parametrize(("step", "pages", "most"), [(512, 2000, 1.1), (512, 300, 1.1), (4096, 2000, 1.1), (64, 2000, 1.3)])
+def test_a_hundred_identical_concurrent_prompts_are_computed_about_once(step: int, pages: int, most: float) -> None:
+    """Small chunks end inside pages; the next request then computes those pages too. In the smaller pool requests wait, but none
+    is preempted when those whose pages it shares end."""
     requests = [Request(prompt=prompt(500), max_new_tokens=2) for _ in range(100)]
 
     async def test(batcher: Batcher) -> tuple[float, list[list[list[int]]]]:
         answers = await generate_all(batcher, requests)
+        assert metric_value(batcher, "penstock_pauses_total") == 0
         return computed_prompt_tokens(batcher), answers
 
-    count, answers = run(test, shard={"kv_pages": 2000}, router={"max_batch_prefill_tokens": step})
+    count, answers = run(test, shard={"kv_pages": pages}, router={"max_batch_prefill_tokens": step})
     partial = 99 * (500 % PAGE_SIZE)  # the last page of each prompt is not full, so it can't be shared
     assert count <= most * 500 + partial
     assert answers.count(answers[0]) == 100

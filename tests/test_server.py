@@ -520,7 +520,7 @@ def test_second_chat_turn_computes_only_its_new_tokens(one_rank: Server, referen
         cached = after["penstock_cached_prompt_tokens_total"] - before["penstock_cached_prompt_tokens_total"]
         assert computed + cached == second["usage"]["prompt_tokens"]
         new = second["usage"]["prompt_tokens"] - first["usage"]["total_tokens"]
-        assert 0 < computed <= new + 16
+        assert 0 < computed <= new + 4, "a page of what it has seen, since the last token was not computed yet"
 
     with_session(one_rank, work)
 

@@ -763,6 +763,9 @@ def test_best_of_returns_the_n_most_probable_choices_best_first(tokenizer: Token
         assert body["usage"]["completion_tokens"] == 10 + 3 * 11
         _, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 3})
         assert [choice["text"] for choice in body["choices"]] == ["2Hello you"]
+        server.batcher.logprob, server.batcher._texts = -0.5, lambda request: ["Hello you</s>", "Hi</s>"]  # type: ignore[method-assign]
+        _, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 2})
+        assert [choice["text"] for choice in body["choices"]] == ["Hello you"], "by token: the sums are -5 and -3"
         status, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 3, "stream": True})
         assert (status, body["error"]["message"]) == (400, "`best_of` > `n` is not supported when streaming tokens")
         status, body, _ = await server.post(PATH, {**COMPLETION, "best_of": 2, "n": 3})

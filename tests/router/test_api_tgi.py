@@ -699,6 +699,18 @@ def test_best_of_returns_the_most_probable_sequence_and_the_others_in_details(to
     serve(tokenizer, test)
 
 
+def test_best_of_compares_mean_log_probabilities_so_that_a_short_answer_has_no_advantage(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        server.batcher._texts = lambda request: ["Hello you</s>", "Hi</s>"]  # type: ignore[method-assign]
+        parameters = {"best_of": 2, "do_sample": True, "details": True, "max_new_tokens": 20}
+        _, body, _ = await server.post("/generate", {"inputs": "hi", "parameters": parameters})
+        [other] = body["details"]["best_of_sequences"]
+        sums = [sum(token["logprob"] for token in details["tokens"]) for details in (body["details"], other)]
+        assert (body["generated_text"], sums) == ("Hello you", [-5.0, -3.0])
+
+    serve(tokenizer, test)
+
+
 def test_best_of_without_sampling_or_above_its_limit_is_a_422(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         for given, message in (

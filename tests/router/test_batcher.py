@@ -362,6 +362,28 @@ def test_waiting_requests_are_served_by_priority() -> None:
     run(test, FakeShards(seconds=0.01), max_batch_size=1)
 
 
+def test_requests_of_a_tenant_that_has_less_running_pass_those_of_another() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        ends: list[str] = []
+
+        async def one(text: str, most: int, tenant: str) -> None:
+            await read(batcher, make_request(text, most, tenant=tenant))
+            ends.append(text)
+
+        shards.gate.clear()
+        tasks = [asyncio.create_task(one(text, 40, "a")) for text in ("a1", "a2", "a3")]
+        while batcher._scheduler is None or batcher._scheduler.running < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(one("a4", 1, "a")), asyncio.create_task(one("b1", 1, "b"))]
+        while len(batcher._streams) < 5:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        shards.gate.set()
+        await asyncio.gather(*tasks)
+        assert ends.index("b1") < min(ends.index("a3"), ends.index("a4"))
+
+    run(test, max_batch_size=2)
+
+
 def test_completion_rate_estimates_the_seconds_until_a_request_ends() -> None:
     rate = CompletionRate()
     assert rate.seconds(5.0) == 1.0
@@ -554,6 +576,47 @@ def test_time_to_first_token_is_observed_once_per_request_with_several_choices()
         assert metric_value(batcher, "penstock_time_to_first_token_seconds_count") == 1
 
     run(test)
+
+
+def test_time_to_first_token_includes_the_time_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = record_streams(monkeypatch)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = asyncio.create_task(read(batcher, make_request("a")))
+        while not streams:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        streams[0].arrived -= 1000
+        await reading
+        assert metric_value(batcher, "penstock_time_to_first_token_seconds_sum") > 1000
+
+    run(test)
+
+
+def test_gauges_show_requests_pages_and_the_prompt_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a command is sent. The pool is too small for all of the requests."""
+    names = [f"penstock_{name}" for name in ("waiting", "running", "paused", "pages_held", "pages_cached", "prompt_budget")]
+    tgis = ("tgi_queue_size", "tgi_batch_current_size", "tgi_batch_current_max_tokens", "tgi_batch_max_total_tokens")
+    shown: list[list[float]] = []
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        execute = shards.execute
+
+        def recording_execute(command: shard_pb2.Command) -> "asyncio.Future[shard_pb2.Reply]":
+            samples = batcher._metrics.samples([*names, *tgis, "penstock_pages_free"])
+            waiting, running, paused, held, _, _ = now = [samples[name] for name in names]
+            shown.append(now)
+            assert waiting + running + paused <= 8
+            assert held + samples["penstock_pages_free"] == 30
+            assert [samples[name] for name in tgis] == [waiting, running, 4 * held, 120]
+            return execute(command)
+
+        monkeypatch.setattr(shards, "execute", recording_execute)
+        await asyncio.gather(*(read(batcher, make_request("a" * count, 30)) for count in range(1, 9)))
+
+    run(test, FakeShards(pages=30, page_size=4))
+    most = [max(column) for column in zip(*shown, strict=True)]
+    assert min(most) > 0, dict(zip(names, most, strict=True))
+    assert most[-1] == 16, "all of a step's tokens, as long as no sequence runs"
 
 
 def test_group_that_fails_on_the_shards_fails_alone() -> None:

@@ -9,7 +9,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.bounds import bounds_of, scheduler_of
 from penstock.router.config import Misconfigured
 from penstock.router.cost import Work
-from penstock.router.policies import ChunkedPrefill, WholePrefill
+from penstock.router.policies import ChunkedPrefill, SchedulerState, WholePrefill
 from penstock.router.scheduler import Bounds
 from penstock.tests.router.fakes import FakeShards
 from penstock.tests.router.harness import config, run
@@ -36,11 +36,18 @@ def test_max_sequences_follow_concurrent_requests_unless_max_batch_size_is_set(c
 def test_prefill_policy_follows_the_options() -> None:
     bounds = Bounds(pages=1, page_size=1, step_tokens=64, sequences=1)
     warm = shard_pb2.WarmupReply(sample_tokens=10, sample_seconds=1.0)
-    mixed = scheduler_of(config(itl_target=0.3), bounds, warm)._policy
+    mixed = scheduler_of(config(itl_target=1.05), bounds, warm)._policy
     assert isinstance(mixed, ChunkedPrefill)
     assert mixed.cost is not None
     assert mixed.cost.predict(Work(10)) == pytest.approx(1.0, rel=0.01)
-    assert isinstance(scheduler_of(config(prefill_policy="pause"), bounds, warm)._policy, WholePrefill)
+    now = SchedulerState(decodes=4, keys=0, sequences=4, prompts=1, position=0, waiting=7, steps=2)
+    assert mixed.room(now) == 6, "of 1.05 s the decodes take 0.4"
+    assert scheduler_of(config(), bounds, warm)._policy.room(now) == 4, "without a target, prompts get as much time as the decodes"
+    options = config(prefill_policy="pause", waiting_served_ratio=2.0, max_waiting_tokens=3)
+    pause = scheduler_of(options, bounds, warm)._policy
+    assert isinstance(pause, WholePrefill)
+    now = replace(now, prompts=0)
+    assert [pause.admits(each) for each in (now, replace(now, waiting=8), replace(now, steps=3))] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,24 @@ def test_shared_prefix_pages_of_an_ended_job_are_counted_once() -> None:
     assert scheduler._running[2].grow == 4, "they are counted once"
 
 
+def test_no_job_is_preempted_for_pages_that_prompts_in_flight_may_have_found_in_the_cache() -> None:
+    """The last holder of a shared prefix ends while others are on their way that were admitted without its pages."""
+    scheduler, same = make_scheduler(pages=10, headroom=1), [(4 * page, page) for page in range(1, 6)]
+    scheduler.arrive(Job(1, 24, 8, prefix_keys=same))
+    assert admitted(scheduler.next()) == (1,)
+    report(scheduler, (1, 0, 8))
+    scheduler.next()
+    report(scheduler, (1, 1, 0), free=4)
+    assert scheduler.next() == Decode()
+    for uid in (2, 3):
+        scheduler.arrive(Job(uid, 24, 1, prefix_keys=same))
+    assert admitted(scheduler.next()) == (2, 3)
+    report(scheduler, free=10, finished=[1])
+    assert scheduler.next() is None, "without the five pages that they share, the two may take twelve"
+    report(scheduler, (2, 0, 0), (3, 0, 0), free=3)
+    assert scheduler.next() == Decode()
+
+
 def test_after_a_failure_prefixes_still_being_computed_do_not_count_as_shared() -> None:
     scheduler, same = make_scheduler(), [(4, 1), (8, 2)]
     for uid in (1, 2):

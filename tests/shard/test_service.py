@@ -105,9 +105,14 @@ def test_warmup_sizes_the_pool_and_repeats_its_answer(warm: InProcessShard) -> N
 
 
 @pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
-def test_default_pool_is_no_larger_than_the_largest_batch_can_use(process: InProcessShard) -> None:
+def test_default_pool_is_no_larger_than_the_largest_batch_can_use(
+    process: InProcessShard, caplog: pytest.LogCaptureFixture
+) -> None:
     process.start()
-    assert process.stub.Warmup(WARMUP, timeout=30).pages == 8 * 256 // 4
+    with caplog.at_level("INFO"):
+        assert process.stub.Warmup(WARMUP, timeout=30).pages == 8 * 256 // 4
+    [line] = [line for line in caplog.messages if line.startswith("pool:")]
+    assert line.startswith("pool: 512 pages of 4 tokens (2048 tokens, all that 8 sequences of 256 can fill, ")
 
 
 @pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)

@@ -54,13 +54,17 @@ def test_bursts_and_waves_have_the_given_variation_and_period() -> None:
     assert waves[-1].arrival == pytest.approx(100, rel=0.15)
 
 
+def test_each_request_begins_with_one_of_the_system_prompts() -> None:
+    requests = trace.generate(MIXED_WORKLOAD, 3)
+    assert {each.prefix[0] for each in requests} == {(f"system {number}", 40) for number in range(3)}
+    assert all(each.prompt > 40 for each in requests)
+
+
 def test_chat_turns_begin_with_the_previous_turn() -> None:
     requests = trace.generate(MIXED_WORKLOAD, 3)
     last: dict[str, Request] = {}
     turns = 0
     for each in requests:
-        for _, end in each.prefix[:-1]:
-            assert end == 40
         if each.choices == 1:
             name, end = each.prefix[-1]
             assert end == each.prompt + each.outputs[0]
