@@ -13,7 +13,7 @@ from .outcome import Outcome
 from .pages import PagePool
 from .prefix import PrefixCache
 from .prompts import Prompts
-from .sequence import Batch, Group, Sequence
+from .sequence import Group, Sequence
 from .step import Span
 
 
@@ -28,7 +28,7 @@ class Books:
         self.prefixes = PrefixCache(pool, states, host.places if host else 0, self.renew) if prefix_caching else None
         self.prompts = Prompts(pool, cache, self.prefixes, self.renew)
         self.forks = BeamForks(pool, cache, self.renew)
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, dict[int, Group]] = {}  # of each batch its groups by uid, in order; none is empty
         self.groups: dict[int, Group] = {}  # of all batches, by uid
         self.changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
         self.moved = (0, 0)  # pages copied to host memory, and from there, since the last report
@@ -38,7 +38,7 @@ class Books:
 
     def members(self, batches: Iterable[int]) -> list[Group]:
         """The groups of these batches; unknown batches are skipped."""
-        return [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
+        return [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].values()]
 
     def has(self, group: Group) -> bool:
         """Whether this very group is still there: another one may have its uid."""
@@ -53,12 +53,12 @@ class Books:
         """Moves the groups of `batches` to the end of `into`."""
         for uid in batches:
             if uid != into and uid in self.batches:
-                for group in self.batches.pop(uid).groups.values():
+                for group in self.batches.pop(uid).values():
                     self._place(into, group)
 
     def _place(self, batch: int, group: Group) -> None:
         group.batch = batch
-        self.batches.setdefault(batch, Batch(batch)).groups[group.uid] = group
+        self.batches.setdefault(batch, {})[group.uid] = group
 
     def extend(self, group: Group, spans: Listing[Span]) -> None:
         """Allocates pages for spans, which count as computed from here on. Raises OutOfPages."""
@@ -131,9 +131,9 @@ class Books:
     def drop(self, group: Group) -> Group:
         """Removes the group and releases its pages; its tokens stay in it."""
         home = self.batches[group.batch]
-        del self.groups[group.uid], home.groups[group.uid]
-        if not home.groups:
-            del self.batches[home.uid]
+        del self.groups[group.uid], home[group.uid]
+        if not home:
+            del self.batches[group.batch]
         self.forks.disown(group)
         for sequence in group.sequences:
             self._pool.release(sequence.pages)

@@ -288,11 +288,3 @@ def sequences(
     if begun:
         return begun, []
     return [Sequence(array("I", prompt), len(prompt), 0, cache_key)], list(range(choices))
-
-
-@dataclass(slots=True)
-class Batch:
-    """A named, ordered list of groups."""
-
-    uid: int
-    groups: dict[int, Group] = field(default_factory=dict)  # by uid
