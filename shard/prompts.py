@@ -59,17 +59,16 @@ class Prompts:
         self._cache = cache
         self._prefixes = prefixes
         self._renew = renew
-        self._image_budget = ImageBudget(0)  # of the step that is planned
 
     def fill(self, chunks: Listing[tuple[Group, int]], tokens: int) -> list[Run]:
         """One run per group, for a step with a budget of `tokens` for prompts: in order, at most what a chunk allows, and then, in
         the same order, as long as tokens last. A run has no spans if there is nothing left to compute, or no budget."""
         runs = [Run(group, [], sampled=False) for group, _ in chunks]
-        self._image_budget = ImageBudget(tokens)
+        images = ImageBudget(tokens)
         for run, (_, most) in zip(runs, chunks, strict=True):
-            tokens -= self._advance(run, min(most, max(0, tokens)), whole=self._prefixes is not None and most < tokens)
+            tokens -= self._advance(run, min(most, max(0, tokens)), images, whole=self._prefixes is not None and most < tokens)
         for run in runs:
-            tokens -= self._advance(run, tokens, whole=False) if tokens > 0 else 0
+            tokens -= self._advance(run, tokens, images, whole=False) if tokens > 0 else 0
         for run in runs:
             self._want(run)
         return runs
@@ -121,7 +120,7 @@ class Prompts:
         heir.computed = min(sequence.computed, full * size)
         self._pool.release(sequence.pages[full:])
 
-    def _advance(self, run: Run, most: int, whole: bool) -> int:
+    def _advance(self, run: Run, most: int, images: ImageBudget, whole: bool) -> int:
         """Plans at most `most` more tokens of a group and returns how many. whole: end at a full page, if possible, so that another
         group with the same tokens can go on from there."""
         group, used = run.group, 0
@@ -134,7 +133,7 @@ class Prompts:
             if whole and count < lacking:
                 end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
                 count = end - sequence.computed if end > sequence.computed else count
-            count = self._image_budget.reach(sequence, count)
+            count = images.reach(sequence, count)
             if count:
                 used += self._plan(run, sequence, count)
         return used
