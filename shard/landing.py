@@ -66,8 +66,7 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
 def _begin(group: Group, outcome: Outcome) -> None:
     """Begins the choices that waited for the prompt."""
     if group.prompt_logprobs:
-        outcome.prompts.append((group.uid, group.prompt_scores))
-        outcome.tops.append(group.prompt_tops)
+        outcome.prompts.append((group.uid, group.prompt_scores, group.prompt_tops))
         group.prompt_logprobs = False
     [first] = group.sequences
     if first.pictures is not None:

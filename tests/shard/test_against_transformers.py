@@ -261,7 +261,7 @@ def test_logprobs_of_two_ranks_equal_those_of_one() -> None:
         engine = tiny.rank_engine("qwen2", ranks)
         groups = [tiny.group(uid, tokens, 4, sampling, top_n=3, prompt_logprobs=True) for uid, tokens in enumerate(token_lists)]
         outcome = engine.prefill(1, groups, [(uid, len(tokens)) for uid, tokens in enumerate(token_lists)], 999, [])
-        scores = [score for _, values in outcome.prompts for score in values]
+        scores = [score for _, values, _ in outcome.prompts for score in values]
         return scores + [value for _, emitted in outcome.emitted for _, value in emitted.pick.top]
 
     first, _ = tiny.ThreadedRanks().run(work)

@@ -99,7 +99,7 @@ def test_expanded_and_absorbed_attention_agree_with_an_8_bit_kv_cache(
         engine.resize(64)
         groups = [tiny.group(uid, prompt(uid, length), 3, prompt_logprobs=True) for uid, length in ((1, 70), (2, 4))]
         return torch.tensor(
-            [score for _, logprobs in engine.prefill(0, groups, [(1, 70), (2, 4)], 74, []).prompts for score in logprobs]
+            [score for _, logprobs, _ in engine.prefill(0, groups, [(1, 70), (2, 4)], 74, []).prompts for score in logprobs]
         )
 
     found = prompt_logprobs()
