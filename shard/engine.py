@@ -12,7 +12,7 @@ from collections.abc import Sequence as Listing
 from concurrent.futures import Future
 from functools import partial
 from math import prod
-from typing import Concatenate, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,21 +41,6 @@ from .sequence import Group
 from .speculator import Speculator
 from .states import settle
 from .step import Run
-
-Arguments = ParamSpec("Arguments")
-
-
-def _whole(
-    begin: "Callable[Concatenate[Engine, Arguments], Future[Outcome]]",
-) -> "Callable[Concatenate[Engine, Arguments], Outcome]":
-    """The synchronous form of `begin`: the step is over when it returns."""
-
-    def whole(engine: "Engine", /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Outcome:
-        landed = begin(engine, *arguments, **named)
-        engine.land()
-        return landed.result()
-
-    return whole
 
 
 class Engine:
@@ -191,7 +176,17 @@ class Engine:
         outcome = Outcome()
         return self._step([], self._decodes(batches, allowance, outcome), outcome)
 
-    prefill, decode = _whole(begin_prefill), _whole(begin_decode)
+    def prefill(self, *arguments: Any, **named: Any) -> Outcome:
+        """`begin_prefill`, when the step is over."""
+        return self._whole(self.begin_prefill(*arguments, **named))
+
+    def decode(self, *arguments: Any, **named: Any) -> Outcome:
+        """`begin_decode`, when the step is over."""
+        return self._whole(self.begin_decode(*arguments, **named))
+
+    def _whole(self, landed: "Future[Outcome]") -> Outcome:
+        self.land()
+        return landed.result()
 
     @property
     def underway(self) -> Callable[[], None] | None:
