@@ -99,7 +99,7 @@ class Weights:
             raise Unsupported(
                 f"tensor {name} has {len(found)} numbers, by config.json there are {size}: they belong to different models"
             )
-        return found.expand(size).contiguous().to(self.device)  # type: ignore[no-any-return]
+        return found.expand(size).contiguous().to(self.device)
 
     def _place(self, name: str) -> Path:
         path = self._places.get(name)
