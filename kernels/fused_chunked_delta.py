@@ -308,13 +308,15 @@ def chunk_state_kernel(
             tl.store(home, memory, mask=within[:, None] & wanted[None, :])
 
 
-def attend_in_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates, out: Tensor) -> Tensor:
-    """Computes `gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`. out: dense; mixed, strengths
-    and fades of inputs: last dimension dense; windows, memories: each slot dense; the rest: dense. There is at least one span.
+def attend_in_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates) -> Tensor:
+    """Computes `gated_delta.gated_delta`, or without strengths `state_space.state_space`. mixed, strengths and fades of inputs:
+    last dimension dense; windows, memories: each slot dense; the rest: dense. There is at least one span.
 
     From the first long span to the last one all are computed in chunks, those before and after them by the recurrent kernel:
     prompts of a step stand together, so that takes at most four launches more. CUDA graphs are captured with one-token spans.
     """
+    mixed = inputs.mixed
+    out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
     first, last = _long(spans.lengths) if inputs.fades.shape[1] == states.memories.shape[1] else (0, 0)
     starts, end = [0, *itertools.accumulate(spans.lengths)], len(spans.lengths)
     for begin, stop in ((0, first), (last, end)) if first < last else ((0, end),):
@@ -325,7 +327,7 @@ def attend_in_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates, out:
         _by_chunks(inputs, _between(spans, first, last), states, starts[first], starts[last], out)
         if last == end:
             out[starts[end] :].zero_()
-    update_windows(inputs.mixed, spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, inputs.taps.shape[1])
+    update_windows(mixed, spans, states.windows)
     return out
 
 

@@ -288,24 +288,24 @@ def walk(inputs: Inputs, spans: Spans, states: RecurrentStates, tokens: int, out
     )
 
 
-def update_windows(mixed: Tensor, starts: Tensor, slots: Tensor, fresh: Tensor, sure: Tensor, windows: Tensor, width: int) -> None:
+def update_windows(mixed: Tensor, spans: Spans, windows: Tensor) -> None:
     """Moves convolution windows past each span's committed tokens. To be called after the launch of all kernels that read them."""
-    channels = mixed.shape[1]
+    channels, before = mixed.shape[1], windows.shape[1]
     assert mixed.stride(1) == 1
     assert windows.stride()[1:] == (channels, 1)
-    convolution_window_kernel[(len(slots), triton.cdiv(channels, COPIED))](
+    convolution_window_kernel[(len(spans.slots), triton.cdiv(channels, COPIED))](
         mixed,
-        starts,
-        slots,
-        fresh,
-        sure,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
+        spans.sure,
         windows,
         channels,
         mixed.stride(0),
         windows.stride(0),
-        WIDTH=width,
+        WIDTH=before + 1,
         BLOCK=COPIED,
-        ROWS=triton.next_power_of_2(width - 1),
+        ROWS=triton.next_power_of_2(before),
         num_warps=4,
         enable_fp_fusion=False,
     )

@@ -186,32 +186,21 @@ def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float, least:
     return taken, normal
 
 
-def take(
-    streams: Tensor,
-    taken: Tensor,
-    normal: Tensor,
-    taps: Tensor,
-    apart: int,
-    starts: Tensor,
-    slots: Tensor,
-    fresh: Tensor,
-    sure: Tensor,
-    windows: Tensor,
-    longest: int,
-) -> None:
-    """As `ngrams.take`; longest: most tokens of a span. At least one span."""
+def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: int, spans: Spans, windows: Tensor) -> None:
+    """As `ngrams.take`. At least one span."""
     channels, width = taps.shape
     assert all(x.is_contiguous() for x in (streams, taken, normal, taps))
     assert windows.stride()[1:] == (channels, 1)
     assert streams.dtype == taken.dtype == normal.dtype == windows.dtype
-    ngram_convolution_kernel[(len(slots), triton.cdiv(channels, CHANNELS), triton.cdiv(longest, TOKENS))](
+    grid = len(spans.slots), triton.cdiv(channels, CHANNELS), triton.cdiv(max(spans.lengths), TOKENS)
+    ngram_convolution_kernel[grid](
         streams,
         taken,
         normal,
         taps,
-        starts,
-        slots,
-        fresh,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
         windows,
         channels,
         windows.stride(0),
@@ -222,7 +211,7 @@ def take(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    update_windows(normal, starts, slots, fresh, sure, windows, width)
+    update_windows(normal, spans, windows)
 
 
 def compilations() -> list[Compilation]:
