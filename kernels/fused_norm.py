@@ -62,18 +62,9 @@ def norm_kernel(
     tl.store(out + outer * out_outer + place * out_inner + column, normal.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`reference.rms_norm` into `out`, which may be x: [rows, size] or [tokens, heads, size], views with a dense last dimension."""
-    return _norm(x, None, weight, epsilon, out)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`operations.add_rms_norm` into `out`, which may be x unless that is split-K parts. All are views whose last dimension is
-    dense."""
-    return _norm(x, residual, weight, epsilon, out)
-
-
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, residual: Tensor | None = None) -> Tensor:
+    """`reference.rms_norm` of [rows, size] or [tokens, heads, size] into `out`, which may be x; with a residual,
+    `operations.add_rms_norm`, into x only if that is no split-K parts. All are views whose last dimension is dense."""
     cut = 1 if residual is not None and x.dim() == 3 else 0
     assert x.shape[cut:] == out.shape
     assert x.dim() in (2, 3)
