@@ -91,11 +91,9 @@ class PoolSelection(TokenSelection):
         rows, length, pool, size = *keys.shape[:2], self.members, self.queries.shape[2]
         if length <= self.most:
             return hidden
-        seen = (
-            hidden[:, 0].isfinite().sum(2, keepdim=True)
-            if hidden is not None
-            else torch.full((1, 1, 1), length, device=keys.device)
-        )
+        seen = torch.full((1, 1, 1), length, device=keys.device)
+        if hidden is not None:
+            seen = hidden[:, 0].isfinite().sum(2, keepdim=True)
         whole = seen // pool  # number of pools that a token sees all of: [rows, queries, 1]
         if start not in self.chosen:
             found = scores(*self.of(start, rows, queries), keys[:, pool - 1 :: pool, :size])

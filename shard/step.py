@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import attention, batch_invariant, expanded, ragged, shared_prefixes, work_list
+from ..kernels.dispatch import triton_on
 from ..kernels.layout import AttentionLayout
 from ..kernels.spans import Spans
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
@@ -209,7 +210,7 @@ def plan(
     have no keys of their own; before: it has n-gram embeddings. Raises ragged.CapacityExceeded if there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
-    later = fronts and ragged.by_triton(layout)  # only the device knows which beam each heir continues
+    later = fronts and triton_on(layout.device)  # only the device knows which beam each heir continues
     tables = _tables(spans, picked if fronts and not later else None)
     rows = [_row(span, pages, later) for span, pages in zip(spans, tables, strict=True)]
     order, attended = ragged.plan(rows, layout, room.attention if room else None)
