@@ -6,6 +6,7 @@ from triton import JITFunction
 
 # Names in `compile.TARGETS`.
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100", "sm_120"), ("gfx942",)
+VENDORS = {"": NVIDIA, "amd": AMD}  # by their names in the report
 EIGHT_BIT_TARGETS = ("sm_90", "sm_100", "sm_120")  # targets with instructions for float8_e4m3fn; gfx942 has another such format
 WARP = 64  # most threads of a warp: AMD's; NVIDIA's have 32
 EARLY_TARGETS = ("sm_90", "sm_100", "sm_120")  # targets on which kernels can begin early (`dependent_launch`)

@@ -65,8 +65,8 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: AttentionLayout) -> Pla
 
 def _parts(
     whole: paged.Plan,
-    own: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]",
-    lengths: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]",
+    own: work_list.Array,
+    lengths: work_list.Array,
     places: Places,
     kind: tuple[int, int],
     layout: AttentionLayout,

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
+from .compilation import EARLY_TARGETS, VENDORS, Compilation
 from .dependent_launch import on, options, prefetch, wait_then_launch
 from .fused_activation import product_epilogue
 
@@ -189,13 +189,12 @@ CASES = (
     Case("gated early", 4096, 14336, norm=True, gated=True, early=True),
     Case("down early", 14336, 4096, add=True, early=True),
 )
-KINDS = {"": NVIDIA, "amd": AMD}
 
 
 def compilations() -> list[Compilation]:
     """All cases."""
     found = []
-    for case, (kind, targets) in itertools.product(CASES, KINDS.items()):
+    for case, (kind, targets) in itertools.product(CASES, VENDORS.items()):
         if case.early and kind:
             continue
         shape = _shape(case.inputs, case.outputs, case.gated, kind == "amd")

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .codes import BITS, FP4_BLOCKS, MIDDLES, QuantizedWeight, factors_of
-from .compilation import AMD, NVIDIA, Compilation
+from .compilation import VENDORS, Compilation
 from .dispatch import on_nvidia
 from .fused_skinny_gemm import INTERPRET, dot
 from .linear import Product
@@ -344,9 +344,10 @@ def compilations() -> list[Compilation]:
         "nvfp4": ("nvfp4", 16, False, 4096, 6144, "bf16"),
         "nvfp4, short runs": ("nvfp4", 16, False, 2720, 1000, "fp16"),
     }
-    kinds = {"": NVIDIA, "amd": AMD}
     found = []
-    for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(cases.items(), kinds.items()):
+    for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(
+        cases.items(), VENDORS.items()
+    ):
         run = _run(kind, inputs, block)
         meant_by = format_constants(kind, inputs, block, run, zeros, kind == "nvfp4")
         pointers = {"out": f"*{dtype}", "codes": "*u8", "scales": scale_type(kind, run), "zeros": "*u8", "factors": "*fp32"}

@@ -19,8 +19,8 @@ from triton import knobs
 
 from . import hopper_attention
 from . import work_list as cutting
-from .attention import AttentionOptions, CapacityExceeded, Row
-from .compilation import EARLY_TARGETS, Compilation
+from .attention import Array, AttentionOptions, CapacityExceeded, Row
+from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
 from .dependent_launch import on, options
 from .layout import LayerKind
 from .paged_kernels import attend, merge
@@ -234,7 +234,7 @@ def plan(
 
 
 def plan_single_tokens(
-    seen: "numpy.ndarray[Any, Any]", apart: int, kind: LayerKind, device: torch.device, dtype: torch.dtype, page_size: int = 1
+    seen: Array, apart: int, kind: LayerKind, device: torch.device, dtype: torch.dtype, page_size: int = 1
 ) -> Plan:
     """The plan of rows of one token each, which see so many keys. Page tables, of `apart` entries each, are given later
     (`Plan.chosen`)."""
@@ -311,10 +311,10 @@ class _Writer:
     """Lays out the arrays of a plan in one buffer."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, numpy.ndarray[Any, Any]]] = []
+        self._parts: list[tuple[int, Array]] = []
         self._length = 0
 
-    def add(self, array: "numpy.ndarray[Any, Any]", room: int | None) -> _Place:
+    def add(self, array: Array, room: int | None) -> _Place:
         """Appends an array. room: rows to reserve, zeroed beyond those of `array`. Raises CapacityExceeded if there are more."""
         if room is not None and room < len(array):
             raise CapacityExceeded(f"a plan with room for {room} was given {len(array)}")
@@ -337,13 +337,13 @@ def _room(capacity: Capacity | None, what: str) -> int | None:
     return room
 
 
-def _pages(rows: Sequence[Row], page_size: int) -> "numpy.ndarray[Any, Any]":
+def _pages(rows: Sequence[Row], page_size: int) -> Array:
     widths = [cutting.width(row, page_size) for row in rows]
     used = (row.pages if len(row.pages) == width else row.pages[:width] for row, width in zip(rows, widths, strict=True))
     return numpy.fromiter(chain.from_iterable(used), numpy.int32, sum(widths))
 
 
-def _masks(table: cutting.Table, trees: bool) -> "numpy.ndarray[Any, Any]":
+def _masks(table: cutting.Table, trees: bool) -> Array:
     words = numpy.zeros((len(table.positions) if trees else 0, WORDS // 2), numpy.uint64)
     for row, start in zip(table.rows, table.starts, strict=False):  # tables of `work_list.single_token_table` have no rows
         if row.parents is not None:
@@ -617,7 +617,7 @@ def _compilation(
         "e4m3" * eight_bits,
         "sinks" * sinks,
         "early" * early,
-        {0: "amd", 8: "ampere", 9: ""}[generation],
+        GENERATIONS[generation],
     ]
     name = " ".join([f"attend {('one', 'few', 'many')[kind]} {size} {short} ratio {ratio} page {page_size}", *filter(None, marks)])
     return Compilation(

@@ -74,8 +74,8 @@ class Segment(NamedTuple):
     begin: int  # first key
     end: int  # after the last key
     context: int  # keys before this one were computed in earlier steps, and all its queries see them (within the window)
-    # Who sees the keys from `context` on. ORDERED: causal; WHOLE: every query sees all (bidirectional); else the index of the row's
-    # first token: masks say which nodes of the tree a query sees.
+    # Who sees the keys from `context` on. CAUSAL: queries not before them; WHOLE: every query sees all (bidirectional); else the
+    # index of the row's first token: masks say which nodes of the tree a query sees.
     tree: int
     tile: int  # index of its tile in the kind's list of tiles
     shared: bool  # its tokens have further segments, so outputs must be merged
