@@ -94,8 +94,8 @@ def mix(
     if tokens:
         mixing_kernel[(tokens,)](
             streams,
-            more if more is not None and both else streams,
-            given if given is not None and both else shares.scale,
+            more if both else streams,
+            given if both else shares.scale,
             shares.matrix,
             shares.scale,
             shares.base,
