@@ -80,10 +80,6 @@ def _begin(group: Group, outcome: Outcome) -> None:
 
 def _move(moves: Listing[tuple[Sequence, int, int]], cache: Cache) -> None:
     """Moves keys and values of accepted drafts to their final slots."""
-    size, rows = cache.page_size, []
-    for _, own in groupby(moves, key=lambda one: id(one[0])):
-        [sequence, *_], *_ = listed = list(own)
-        slots = [place for _, *places in listed for place in places]
-        found = [sequence.pages[place // size] * size + place % size for place in slots]
-        rows.append(list(zip(found[::2], found[1::2], strict=True)))
-    cache.move(rows)
+    size = cache.page_size
+    rows = groupby(moves, key=lambda one: id(one[0]))
+    cache.move([[(one.slot(source, size), one.slot(target, size)) for one, source, target in own] for _, own in rows])

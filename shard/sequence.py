@@ -107,6 +107,10 @@ class Sequence:
         """Tokens that have pages, of one that decodes: with recurrent states, accepted drafts are computed a second time."""
         return max(self.computed, len(self.tokens) - 1)
 
+    def slot(self, place: int, page_size: int) -> int:
+        """Slot of token number `place` in the cache."""
+        return self.pages[place // page_size] * page_size + place % page_size
+
     def position(self, place: int) -> int:
         """Position of token number `place` for the rotary embedding, which images in the prompt shift."""
         return self.pictures.position(place) if self.pictures else place

@@ -401,8 +401,7 @@ def follow(before: Step, spans: Listing[Span], layout: AttentionLayout) -> Step 
     tokens = [spans[i].tokens[0] for i in order]
     places = [spans[i].start for i in order]
     positions = [spans[i].sequence.position(place) for i, place in zip(order, places, strict=True)]
-    size = layout.page_size
-    slots = [spans[i].sequence.pages[place // size] * size + place % size for i, place in zip(order, places, strict=True)]
+    slots = [spans[i].sequence.slot(place, layout.page_size) for i, place in zip(order, places, strict=True)]
     wanted = sorted(range(len(order)), key=order.__getitem__)
     attended = shared_prefixes.follow(before.attention, torch.tensor(slots, device=layout.device))
     return _step(_Lists(tokens, positions, slots, [], wanted), attended, layout) if attended is not None else None
