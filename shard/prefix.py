@@ -61,12 +61,12 @@ class PrefixCache:
         assert states is None or not copies
         self.states: dict[int, Node] = {}  # by slot, least recently found first
         self.most = states
-        self.offload: Offload[Node] = Offload(copies, self._lost)
+        self.offload: Offload[Node] = Offload(copies, self._copy_dropped)
         self._pool = pool
         self._renew = renew
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}  # by page
-        pool.evicted = self._remove
+        pool.evicted = self._evicted
 
     def adopt(self, holder: Holder, limit: int) -> int:
         """Gives `holder` the cached pages of its next tokens, up to `limit` tokens, if they reach further than what it has
@@ -121,10 +121,10 @@ class PrefixCache:
         if node is None or not node.attached or node.state or node.depth * self._pool.page_size != holder.computed:
             return
         if len(self.states) == self.most:
-            self._lose(next(iter(self.states.values())))
+            self._drop_state(next(iter(self.states.values())))
         node.state, self.states[holder.state] = holder.state, node
 
-    def _lose(self, node: Node) -> None:
+    def _drop_state(self, node: Node) -> None:
         if node.state:
             del self.states[node.state]
             node.state = 0
@@ -159,7 +159,7 @@ class PrefixCache:
             node = below.pop()
             below += node.children.values()
             node.attached = False
-            self._lose(node)
+            self._drop_state(node)
             self.offload.drop(node)
             if node.page:
                 del self._nodes[node.page]
@@ -214,7 +214,7 @@ class PrefixCache:
         if not parent.depth and not parent.children:
             del self._roots[parent.key]
 
-    def _remove(self, page: int) -> None:
+    def _evicted(self, page: int) -> None:
         """Called when the pool evicts the page."""
         node = self._nodes.pop(page)
         assert not any(child.page for child in node.children.values()), f"page {page} is taken before those that follow it"
@@ -223,7 +223,7 @@ class PrefixCache:
         if not saved:
             self._forget(node)
 
-    def _lost(self, node: Node) -> None:
+    def _copy_dropped(self, node: Node) -> None:
         """Called when a node's copy was dropped."""
         if not node.page:
             assert not node.children, "a copy is given up before those that follow it"
