@@ -374,57 +374,37 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
         raise ValueError("a token's heads, and a slot's keys, or its values, must lie side by side")
     launch = plan.launches[how.window]
     window = 0 if launch.kind.chunked else how.window  # then items begin where the chunk does
-    kv_heads, ratio = launch.kind.kv_heads, launch.kind.ratio
-    scaled, early = how.scales is not None, on(query.device)
+    kind, early = launch.kind, on(query.device)
     output = torch.empty((tokens, heads, values), dtype=query.dtype, device=query.device)
     pieces = len(launch.pieces)
     partials = torch.empty((pieces, heads, values), dtype=torch.float32, device=query.device)
     weights = torch.empty((pieces, heads), dtype=torch.float32, device=query.device)
+    of_scales, of_sinks = (given if given is not None else weights for given in (how.scales, sinks))  # weights: not read
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
-        if len(items) and hopper_attention.able(query, cache, launch.kind, tile, plan.page_size, how):
-            step = items, plan.listed, plan.positions, plan.masks, plan.pages
-            layer = launch.kind, plan.page_size, how.scale, trees, processors_of(query.device)
-            hopper_attention.attend(output, partials, weights, query, cache, *step, *layer)
-        elif len(items):
-            tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)
-            attend[(len(items) * kv_heads,)](
-                output,
-                partials,
-                weights,
-                query,
-                cache,
-                items,
-                plan.listed,
-                plan.positions,
-                plan.masks,
-                plan.pages,
-                how.scales if how.scales is not None else weights,
-                sinks if sinks is not None else weights,
-                query.stride(0),
-                how.scale,
-                how.softcap,
-                window,
-                **_constants(
-                    kv_heads,
-                    ratio,
-                    values,
-                    turned,
-                    cache.stride(0),
-                    0 if latent else cache.stride(1),
-                    plan.page_size,
-                    tile,
-                    window,
-                    how.softcap,
-                    trees,
-                    scaled,
-                    sinks is not None,
-                ),
-                EARLY=early,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                enable_fp_fusion=True,
-                **options(early),
-            )
+        if not len(items):
+            continue
+        held = output, partials, weights, query, cache, items, plan.listed, plan.positions, plan.masks, plan.pages
+        if hopper_attention.able(query, cache, kind, tile, plan.page_size, how):
+            hopper_attention.attend(*held, kind, plan.page_size, how.scale, trees, processors_of(query.device))
+            continue
+        tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)
+        width, apart = cache.stride(0), 0 if latent else cache.stride(1)
+        layer = kind.kv_heads, kind.ratio, values, turned, width, apart, plan.page_size, tile, window, how.softcap
+        attend[(len(items) * kind.kv_heads,)](
+            *held,
+            of_scales,
+            of_sinks,
+            query.stride(0),
+            how.scale,
+            how.softcap,
+            window,
+            **_constants(*layer, trees, how.scales is not None, sinks is not None),
+            EARLY=early,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=True,
+            **options(early),
+        )
     if len(launch.entries):
         constants = _merge_constants(heads, values, sinks is not None, plan.pieces, len(launch.entries))
         merge[(len(launch.entries) * triton.cdiv(heads, constants["TOGETHER"]),)](
@@ -433,7 +413,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
             weights,
             launch.entries,
             launch.pieces,
-            sinks if sinks is not None else weights,
+            of_sinks,
             **constants,
             EARLY=early,
             num_warps=MERGE_WARPS,
