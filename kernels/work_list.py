@@ -284,15 +284,13 @@ def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], 
     with sliding windows; where windows are fixed chunks, one for each chunk, whose members all see the same keys."""
     begin, end = run.begin * table.page_size, run.end * table.page_size
     if not kind.chunked:
-        yield run.members, _first_key(begin, min(table.rows[i].context for i in run.members), kind.window), end
+        if kind.window:
+            nearest = min(table.rows[i].context for i in run.members) - kind.window + 1
+            begin = max(begin, nearest // ALIGNMENT * ALIGNMENT)
+        yield run.members, begin, end
         return
     for first, members in groupby(run.members, key=lambda i: table.rows[i].context // kind.window * kind.window):
         yield [*members], max(begin, first), end
-
-
-def _first_key(begin: int, position: int, window: int) -> int:
-    """The first key from `begin` on that a query at `position` sees, rounded down to ALIGNMENT."""
-    return max(begin, (position - window + 1) // ALIGNMENT * ALIGNMENT) if window else begin
 
 
 def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile]) -> int:
