@@ -144,9 +144,9 @@ def test_roofline_of_prefill_counts_expanded_attention() -> None:
 def test_memory_for_expanded_keys_and_values_is_reserved() -> None:
     """For the longest sequence: keys and values of some heads, and a copy of its latents."""
     engine = tiny.engine("deepseek-v3")
-    assert memory._expanded(engine, 64, 1000) == 4 * 1000 * (8 * 2 * 20 + 24 + 8)
-    assert memory._expanded(engine, 64, 100_000) == (32 << 20) + 4 * 100_000 * (24 + 8)
-    assert memory._expanded(tiny.engine("deepseek-v32"), 64, 1000) == 0
+    assert memory._expansion_bytes(engine, 64, 1000) == 4 * 1000 * (8 * 2 * 20 + 24 + 8)
+    assert memory._expansion_bytes(engine, 64, 100_000) == (32 << 20) + 4 * 100_000 * (24 + 8)
+    assert memory._expansion_bytes(tiny.engine("deepseek-v32"), 64, 1000) == 0
 
 
 def test_logits_check_fails_if_chunks_do_not_attend_to_the_context_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
