@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, VENDORS, Compilation
-from .dependent_launch import on, options, prefetch, wait_then_launch
+from .dependent_launch import begin_early, prefetch, wait_then_launch
 from .fused_activation import product_epilogue
 
 
@@ -130,7 +130,6 @@ def product(
 ) -> Tensor:
     """As `fused_skinny_gemm.product`, for one row."""
     inputs, outputs = x.shape[1], out.shape[1]
-    early = on(x.device, product=True)
     shape = _shape(inputs, outputs, gated, torch.version.hip is not None)
     vector_kernel[(triton.cdiv(outputs, shape.columns),)](
         out,
@@ -145,11 +144,10 @@ def product(
         GELU=gelu,
         ADD=add,
         BIASED=bias is not None,
-        EARLY=early,
         num_warps=shape.warps,
         num_stages=shape.stages,
         enable_fp_fusion=True,
-        **options(early),
+        **begin_early(x.device, product=True),
     )
     return out
 

@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilation
-from .dependent_launch import on, options, wait
+from .dependent_launch import begin_early, wait
 from .fused_latents import WARPS, angles, constants_of, keep, turn
-from .fused_rotary import clamped_for_cache, rotated
+from .fused_rotary import clamped_for_cache, most_of, rotated
 from .indexed import TokenSelection
 from .layout import LayerKind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
@@ -93,8 +93,7 @@ def rotate_and_write_index(
     assert table.is_contiguous()
     assert cache.stride(3) == 1
     if tokens:
-        early = on(queries.device)
-        constants = constants_of(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0)
+        constants = constants_of(size, table.shape[-1], most_of(cache, queries.dtype))
         index_kernel[(tokens, 1 + triton.cdiv(heads, constants["HEADS"]))](
             queries,
             keys,
@@ -106,10 +105,9 @@ def rotate_and_write_index(
             cache.stride(0),
             epsilon,
             **constants,
-            EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
-            **options(early),
+            **begin_early(cache.device),
         )
 
 
@@ -206,7 +204,7 @@ def _scores(
     queries: Tensor, weights: Tensor | None, cache: Tensor, plan: Plan, first: int, count: int, length: int, members: int = 1
 ) -> Tensor:
     result = torch.full((count, length // members), -torch.inf, dtype=torch.float32, device=cache.device)
-    launch, early = plan.launches[0], on(cache.device)
+    launch = plan.launches[0]
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
         if len(items):
             scores_kernel[(len(items), tile.rows // launch.kind.ratio)](
@@ -223,11 +221,10 @@ def _scores(
                 count,
                 length,
                 **_score_constants(queries, cache.stride(0), plan.page_size, tile.keys, trees, weights is None, members),
-                EARLY=early,
                 num_warps=WARPS,
                 num_stages=2 if torch.version.hip is not None else STAGES,
                 enable_fp_fusion=True,
-                **options(early),
+                **begin_early(cache.device),
             )
     return result
 

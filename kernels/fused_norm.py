@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, Compilation
-from .dependent_launch import on, options, wait
+from .dependent_launch import begin_early, wait
 
 # Elements per program: 2048 in 4 warps are 16 a thread.
 TILE = 2048
@@ -75,7 +75,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, residual: T
     if not rows:
         return out
     block, height, warps = _tile(size, inner)
-    early = on(x.device, product=True)
     norm_kernel[(triton.cdiv(rows, height),)](
         x,
         residual if residual is not None else x,
@@ -95,10 +94,9 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, residual: T
         ROWS=height,
         ADD=residual is not None,
         PARTS=len(x) if cut else 1,
-        EARLY=early,
         num_warps=warps,
         enable_fp_fusion=False,
-        **options(early),
+        **begin_early(x.device, product=True),
     )
     return out
 

@@ -21,7 +21,7 @@ from . import hopper_attention
 from . import work_list as cutting
 from .attention import Array, AttentionOptions, CapacityExceeded, Row
 from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
-from .dependent_launch import on, options
+from .dependent_launch import begin_early
 from .layout import LayerKind
 from .paged_kernels import attend, merge
 from .work_list import Item, Tile, Work
@@ -373,8 +373,8 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
     if query.stride(1) != size or query.stride(2) != 1 or cache.stride()[2:] != (cache.shape[3], 1):
         raise ValueError("a token's heads, and a slot's keys, or its values, must lie side by side")
     launch = plan.launches[how.window]
-    window = 0 if launch.kind.chunked else how.window  # then items begin where the chunk does
-    kind, early = launch.kind, on(query.device)
+    kind = launch.kind
+    window = 0 if kind.chunked else how.window  # then items begin where the chunk does
     output = torch.empty((tokens, heads, values), dtype=query.dtype, device=query.device)
     pieces = len(launch.pieces)
     partials = torch.empty((pieces, heads, values), dtype=torch.float32, device=query.device)
@@ -399,11 +399,10 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
             how.softcap,
             window,
             **_constants(*layer, trees, how.scales is not None, sinks is not None),
-            EARLY=early,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=True,
-            **options(early),
+            **begin_early(query.device),
         )
     if len(launch.entries):
         constants = _merge_constants(heads, values, sinks is not None, plan.pieces, len(launch.entries))
@@ -415,10 +414,9 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
             launch.pieces,
             of_sinks,
             **constants,
-            EARLY=early,
             num_warps=MERGE_WARPS,
             enable_fp_fusion=True,
-            **options(early),
+            **begin_early(query.device),
         )
     return output
 
