@@ -497,7 +497,7 @@ def _compilation(
     return Compilation(
         kernel=kernel,
         name=f"chunks {name} {dtype}{' amd' * (targets == AMD)}",
-        signature={part: types[part] for part in kernel.arg_names if part not in constants},
+        types=types,
         constants=constants,
         warps=warps,
         stages=stages,

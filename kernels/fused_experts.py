@@ -256,7 +256,7 @@ def _compilation(name: str, constants: dict[str, Any], dtype: str, shares: str, 
     return Compilation(
         kernel=experts_kernel,
         name=name,
-        signature=pointers,
+        types=pointers,
         constants=constants,
         warps=WARPS,
         stages=constants["STAGES"],

@@ -205,7 +205,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=vector_kernel,
                 name=f"vector {case.name} {kind}".rstrip(),
-                signature={**pointers, "epsilon": "fp32"},
+                types={**pointers, "epsilon": "fp32"},
                 constants=constants,
                 warps=shape.warps,
                 stages=shape.stages,

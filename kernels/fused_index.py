@@ -261,7 +261,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=index_kernel,
                 name=f"index {dtype}{' fp8' * (most > 0)}{' early' * early}",
-                signature=pointers | numbers,
+                types=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,
@@ -297,7 +297,7 @@ def _scores_compilation(
     return Compilation(
         kernel=scores_kernel,
         name=" ".join([f"scores {heads} heads {keys} keys", *filter(None, marks)]),
-        signature=signature,
+        types=signature,
         constants=constants,
         warps=WARPS,
         stages=STAGES if generation else 2,

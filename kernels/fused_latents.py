@@ -161,7 +161,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=latents_kernel,
                 name=f"latents {size} {dtype}{' fp8' * (most > 0)}{' early' * early}",
-                signature=pointers | numbers,
+                types=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,

@@ -108,7 +108,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=means_kernel,
                 name=f"means {dtype}{' fp8' * (most > 0)}",
-                signature=types,
+                types=types,
                 constants=_constants(16, 128, most),
                 warps=WARPS,
                 hot=True,

@@ -221,19 +221,19 @@ def compilations() -> list[Compilation]:
         Compilation(
             kernel=rows_kernel,
             name="rows of n-grams",
-            signature=dict.fromkeys(known, "*i64") | {"tokens": "i32", "end": "i32"},
+            types=dict.fromkeys(known, "*i64") | {"tokens": "i32", "end": "i32"},
             constants=_constants(2, 8),
             warps=1,
             fuse=True,
         )
     ]
     for dtype in ("bf16", "fp32"):
-        pointers = dict.fromkeys(("joint", "streams", "gains", "taken", "normal"), f"*{dtype}") | {"gains": "*fp32"}
+        pointers = dict.fromkeys(("joint", "streams", "taken", "normal"), f"*{dtype}") | {"gains": "*fp32"}
         found.append(
             Compilation(
                 kernel=gate_kernel,
                 name=f"opening {dtype}",
-                signature=pointers | dict.fromkeys(("epsilon", "least", "root"), "fp32"),
+                types=pointers | dict.fromkeys(("epsilon", "least", "root"), "fp32"),
                 constants={"COUNT": 4, "SIZE": 2048, "BLOCK": block},
                 warps=warps,
                 hot=True,
@@ -245,7 +245,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=ngram_convolution_kernel,
                 name=f"taking {dtype}",
-                signature=types | dict.fromkeys(("channels", "windows_stride"), "i32:16"),
+                types=types | dict.fromkeys(("channels", "windows_stride"), "i32:16"),
                 constants={"REACH": 9, "APART": 3, "TOKENS": TOKENS, "BLOCK": CHANNELS},
                 fuse=True,
                 hot=True,

@@ -125,7 +125,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=norm_kernel,
                 name=f"norm {'add ' if add else ''}{size} x {inner}{f' of {parts} parts' if parts > 1 else ''}{' early' * early}",
-                signature=pointers | {"rows": "i32", "inner": "i32"} | strides | {"epsilon": "fp32"},
+                types=pointers | {"rows": "i32", "inner": "i32"} | strides | {"epsilon": "fp32"},
                 constants=dict(constants),
                 warps=warps,
                 early=early,

@@ -147,7 +147,7 @@ def compilations() -> list[Compilation]:
         ("back", "bf16", 64, _constants(512, 64, 64, back=True)),
         ("index", "bf16", 64, _constants(128, 64, 64)),
     ):
-        types = dict.fromkeys(("x", "target", "gains", "table"), f"*{dtype}") | {"slots": "*i64"}
+        types = dict.fromkeys(("x", "target", "gains", "table"), f"*{dtype}")
         types["slots"] = "*i64" if constants["KEPT"] else f"*{dtype}"
         numbers = {"heads": "i32", "stride": "i32:16", "target_stride": "i32:16", "epsilon": "fp32"}
         # With one head, Triton specializes on that number, as on a constant.
@@ -156,7 +156,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=partial_rotary_kernel,
                 name=f"turning {name}",
-                signature=types | ({key: kind for key, kind in numbers.items() if key not in own}),
+                types=types | numbers,
                 constants=own,
                 warps=WARPS,
                 hot=True,

@@ -102,7 +102,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=pools_kernel,
                 name=f"pools {dtype}{' fp8' * (most > 0)}",
-                signature=types,
+                types=types,
                 constants=_constants(16, 128, most),
                 warps=WARPS,
                 hot=True,

@@ -356,7 +356,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=unpack_kernel,
                 name=f"unpack {name} {kindred}".rstrip(),
-                signature=pointers | {"outputs": "i32:16"},
+                types=pointers | {"outputs": "i32:16"},
                 constants=dict(unpacking),
                 warps=WARPS,
                 targets=targets,
@@ -370,7 +370,7 @@ def compilations() -> list[Compilation]:
                 Compilation(
                     kernel=quantized_kernel,
                     name=f"quantized {name} {rows} {kindred}".rstrip(),
-                    signature=pointers | {"x": f"*{dtype}", "bias": f"*{dtype}"} | numbers,
+                    types=pointers | {"x": f"*{dtype}", "bias": f"*{dtype}"} | numbers,
                     constants=dict(constants),
                     warps=WARPS,
                     stages=tile["STAGES"],

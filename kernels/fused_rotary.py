@@ -266,7 +266,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=rotary_kernel,
                 name=f"{kind} {size} {dtype}{' fp8' * small}{' early' * early}",
-                signature=pointers | numbers,
+                types=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,

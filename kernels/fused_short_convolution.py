@@ -138,7 +138,7 @@ def compilations() -> list[Compilation]:
     """LFM2's three taps, gates being columns of one product."""
     found = []
     for dtype, biased in itertools.product(("bf16", "fp32"), (False, True)):
-        types = dict.fromkeys(("out", "mixed", "gates", "taps", "windows"), f"*{dtype}")
+        types = dict.fromkeys(("out", "mixed", "gates", "taps", "biases", "windows"), f"*{dtype}")
         types |= dict.fromkeys(("starts", "slots", "fresh"), "*i64") | {"tokens": "i32"}
         types |= dict.fromkeys(("channels", "mixed_stride", "gates_stride", "windows_stride"), "i32:16")
         nothing: dict[str, object] = {} if biased else {"biases": None}
@@ -147,7 +147,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=convolution_kernel,
                 name=f"short convolution {dtype}{' biased' * biased}",
-                signature=types | ({"biases": f"*{dtype}"} if biased else {}),
+                types=types,
                 constants=nothing | sizes,
                 fuse=True,
                 hot=True,

@@ -266,7 +266,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=product_kernel,
                 name=f"product {case.name} {rows} {GENERATIONS[generation]}".rstrip(),
-                signature=pointers | numbers,
+                types=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 stages=constants["STAGES"],

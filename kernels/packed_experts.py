@@ -376,7 +376,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=packed_kernel,
                 name=f"packed {model} {part} {'few' if few else 'many'} {kindred}".rstrip(),
-                signature=pointers,
+                types=pointers,
                 constants=constants,
                 warps=WARPS,
                 stages=tile["STAGES"],

@@ -531,7 +531,7 @@ def _merge_compilation(size: int, *, entries: int = 1, early: bool = False, sink
     return Compilation(
         kernel=merge,
         name=f"merge {size}{' of many' * (entries > 1)}{' early' * early}{' sinks' * sinks}",
-        signature=signature,
+        types=signature,
         constants=constants,
         warps=MERGE_WARPS,
         fuse=True,
@@ -601,7 +601,7 @@ def _compilation(
     return Compilation(
         kernel=attend,
         name=name,
-        signature=signature,
+        types=signature,
         constants=constants,
         warps=tile.warps,
         stages=tile.stages,
