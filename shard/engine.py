@@ -302,7 +302,7 @@ class Engine:
                 self.books.extend(group, spans)
                 runs.append(Run(group, spans, sampled=True))
             except OutOfPages as error:
-                self.books.fail(group, f"the pool is full: {error}", outcome)
+                self.books.fail(group, str(error), outcome)
         return runs
 
     def _spans(self, group: Group) -> list[step.Span]:

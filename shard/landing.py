@@ -60,7 +60,7 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
         if not group.decodes:
             books.prompts.settle(group)
     except OutOfPages as error:
-        books.fail(group, f"the pool is full: {error}", outcome)
+        books.fail(group, str(error), outcome)
 
 
 def _begin(group: Group, outcome: Outcome) -> None:

@@ -167,7 +167,7 @@ class Prompts:
         try:
             self._pool.extend(sequence.pages, start + count)
         except OutOfPages as error:
-            run.problem = f"the pool is full: {error}"
+            run.problem = str(error)
             return 0
         if start in sequence.halts and self._prefixes is not None:
             self._prefixes.remember(sequence)
