@@ -105,8 +105,7 @@ class PrefixCache:
             here += self.offload.load(back, self._pool.take)
             self._renew()  # before others get these pages, or places
         for node in back:
-            self._nodes[node.page] = node
-            self._pool.keep(node.page)
+            self._place(node, node.page)
         return path, here
 
     def known(self, holder: Holder, limit: int) -> int:
