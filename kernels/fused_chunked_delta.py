@@ -348,10 +348,9 @@ def _between(spans: Spans, begin: int, stop: int) -> Spans:
 def scratch(inputs: Inputs, heads: int, tokens: int) -> Scratch:
     """Uninitialized scratch for so many tokens."""
     mixed = inputs.mixed
-    systems = [torch.empty(heads, tokens, CHUNK, device=mixed.device) for _ in range(1 if inputs.strengths is None else 2)]
-    factors = torch.empty(4, heads, tokens, device=mixed.device)
+    seen, factors = (torch.empty(shape, device=mixed.device) for shape in ((heads, tokens, CHUNK), (4, heads, tokens)))
     features = torch.empty(tokens, mixed.shape[1], dtype=mixed.dtype, device=mixed.device)
-    return Scratch(features, systems[1] if inputs.strengths is not None else None, systems[0], factors)
+    return Scratch(features, torch.empty_like(seen) if inputs.strengths is not None else None, seen, factors)
 
 
 def _by_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates, base: int, end: int, out: Tensor) -> None:

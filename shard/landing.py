@@ -56,7 +56,7 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
     books.changed[group.uid] = group
     try:
         if children:
-            books.forks.fork(group, children, group.top_n > 0)
+            books.forks.fork(group, children)
         if not group.decodes:
             books.prompts.settle(group)
     except OutOfPages as error:
