@@ -230,7 +230,7 @@ def _scores(
 
 
 def _score_constants(
-    queries: Tensor, width: int, page_size: int, keys: int, trees: bool, plain: bool = False, members: int = 1
+    queries: Tensor, width: int, page_size: int, keys: int, trees: bool, plain: bool, members: int
 ) -> dict[str, object]:
     heads, size = queries.shape[1:]
     return {

@@ -465,7 +465,7 @@ def _constants(
     }
 
 
-def _merge_constants(heads: int, size: int, sinks: bool, pieces: int = PIECES, entries: int = 1) -> dict[str, Any]:
+def _merge_constants(heads: int, size: int, sinks: bool, pieces: int, entries: int) -> dict[str, Any]:
     padded = triton.next_power_of_2(size)
     # With many tokens most may have nothing to merge, so several heads per program start fewer programs in vain. Not where partials
     # come one at a time (batch invariance): with several heads the compiler contracts other multiplications, which changes bits.
@@ -526,7 +526,7 @@ def compilations() -> list[Compilation]:
 
 
 def _merge_compilation(size: int, *, entries: int = 1, early: bool = False, sinks: bool = False) -> Compilation:
-    constants = _merge_constants(32, size, sinks, entries=entries) | {"EARLY": early}
+    constants = _merge_constants(32, size, sinks, PIECES, entries) | {"EARLY": early}
     signature = {"output": "*bf16", "partials": "*fp32", "weights": "*fp32", "entries": "*i32", "pieces": "*i32", "sinks": "*fp32"}
     return Compilation(
         kernel=merge,

@@ -20,9 +20,7 @@ from .step import Span
 class Books:
     """The groups, batches and KV pages of one pool."""
 
-    def __init__(
-        self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None = None, host: HostPages | None = None
-    ) -> None:
+    def __init__(self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None, host: HostPages | None) -> None:
         """states: slots of recurrent states for the prefix cache, see `PrefixCache`; host: host memory for pages evicted from the
         pool, if any."""
         self.prefixes = PrefixCache(pool, states, host.places if host else 0, self.renew) if prefix_caching else None

@@ -36,7 +36,7 @@ class WantedRows:
 
     run: Run
     rows: list[Row]
-    candidates: int = 0  # of beam search, whose rows are expanded together; 0: no beams
+    candidates: int  # of beam search, whose rows are expanded together; 0: no beams
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class GrowingTree:
     """A draft tree under construction: nodes in the order in which they were added."""
 
     asked: DraftRequest
-    fixed: bool = False  # its shape may not depend on what is drawn
+    fixed: bool  # its shape may not depend on what is drawn
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the whole path to each node
