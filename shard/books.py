@@ -23,7 +23,7 @@ class Books:
     def __init__(self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None, host: HostPages | None) -> None:
         """states: slots of recurrent states for the prefix cache, see `PrefixCache`; host: host memory for pages evicted from the
         pool, if any."""
-        self.prefixes = PrefixCache(pool, states, host.places if host else 0, self.renew) if prefix_caching else None
+        self.prefixes = PrefixCache(pool, states, host.places if host else 0, self.renew, prefix_caching)
         self.prompts = Prompts(pool, cache, self.prefixes, self.renew)
         self.forks = BeamForks(pool, cache, self.renew)
         self.batches: dict[int, dict[int, Group]] = {}  # of each batch its groups by uid, in order; none is empty
@@ -75,7 +75,7 @@ class Books:
         pages = self._pool.taken()
         if not pages:
             return
-        if self._host is None or self.prefixes is None:
+        if self._host is None:
             self._cache.clear(pages)
             return
         saves, loads = self.prefixes.offload.moves()
@@ -86,18 +86,15 @@ class Books:
 
     def publish(self, group: Group, sequences: Iterable[Sequence]) -> None:
         """Adds the full, computed pages of these sequences to the prefix cache."""
-        if self.prefixes is None:
-            return
-        for sequence in sequences:
+        for sequence in sequences if self.prefixes.enabled else ():
             if sequence.computed >= ((sequence.node.depth if sequence.node else 0) + 1) * self._pool.page_size:
                 self.prefixes.publish(sequence)
                 group.counted = -1
 
     def withdraw(self, group: Group) -> None:
         """Removes the group's pages from the prefix cache."""
-        if self.prefixes is not None:
-            for sequence in group.sequences:
-                self.prefixes.withdraw(sequence)
+        for sequence in group.sequences:
+            self.prefixes.withdraw(sequence)
 
     def end(self, group: Group, ended: Listing[Sequence]) -> None:
         """Ends sequences of the group; with the last one, the group is dropped."""

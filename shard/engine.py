@@ -139,8 +139,7 @@ class Engine:
     def clear(self) -> None:
         """Drops every batch and empties the prefix cache."""
         self.filter(list(self.books.groups))
-        if self.books.prefixes is not None:
-            self.books.prefixes.clear()
+        self.books.prefixes.clear()
 
     def begin_prefill(
         self,
@@ -432,8 +431,7 @@ class Engine:
     def _remember(self, runs: Listing[Run], outcome: Outcome) -> list[Run]:
         """Gives each sequence a recurrent state of its own, copying shared ones. Returns the runs of groups for which there is
         room: all, if the router keeps to the number of sequences it has asked for."""
-        kept = self.books.prefixes.states if self.books.prefixes is not None else ()
-        copies, failed = settle(self.books.groups.values(), self.cache.slots, kept)
+        copies, failed = settle(self.books.groups.values(), self.cache.slots, self.books.prefixes.states)
         if copies:
             self.cache.copy_states(copies)
         for group in failed:

@@ -54,11 +54,18 @@ class PrefixCache:
     """The prefix cache of one pool."""
 
     def __init__(
-        self, pool: PagePool, states: int | None = None, copies: int = 0, renew: Callable[[], object] = lambda: None
+        self,
+        pool: PagePool,
+        states: int | None = None,
+        copies: int = 0,
+        renew: Callable[[], object] = lambda: None,
+        enabled: bool = True,
     ) -> None:
         """states: the most recurrent states to be kept, of models whose pages are of no use without one; copies: pages that fit in
-        host memory, of other models; renew: performs pending copies."""
+        host memory, of other models; renew: performs pending copies; enabled: without it nothing is published, so nothing is
+        found."""
         assert states is None or not copies
+        self.enabled = enabled
         self.states: dict[int, Node] = {}  # by slot, least recently found first
         self.most = states
         self.offload: Offload[Node] = Offload(copies, self._copy_dropped)
@@ -178,7 +185,7 @@ class PrefixCache:
     def _publish(self, holder: Holder, swap: bool) -> None:
         size = self._pool.page_size
         known = min(holder.computed, len(holder.tokens))  # the next step may be in flight, without a token that is not known yet
-        if known < size:
+        if known < size or not self.enabled:
             return
         node = holder.node or self._root(holder.cache_key.encode())
         while node.attached and known >= (node.depth + 1) * size:

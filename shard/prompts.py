@@ -53,7 +53,7 @@ class ImageBudget:
 class Prompts:
     """Plans the prefill of the groups on one pool."""
 
-    def __init__(self, pool: PagePool, cache: Cache, prefixes: PrefixCache | None, renew: Callable[[], object]) -> None:
+    def __init__(self, pool: PagePool, cache: Cache, prefixes: PrefixCache, renew: Callable[[], object]) -> None:
         """renew: prepares newly allocated pages."""
         self._pool = pool
         self._cache = cache
@@ -66,7 +66,7 @@ class Prompts:
         runs = [Run(group, [], sampled=False) for group, _ in chunks]
         images = ImageBudget(tokens)
         for run, (_, most) in zip(runs, chunks, strict=True):
-            tokens -= self._advance(run, min(most, max(0, tokens)), images, whole=self._prefixes is not None and most < tokens)
+            tokens -= self._advance(run, min(most, max(0, tokens)), images, whole=self._prefixes.enabled and most < tokens)
         for run in runs:
             tokens -= self._advance(run, tokens, images, whole=False) if tokens > 0 else 0
         for run in runs:
@@ -79,7 +79,7 @@ class Prompts:
         decode."""
         first = group.sequences[0]
         self._find(group, first, (), spare=True)
-        if self._prefixes is not None and self._prefixes.most and not group.prompt_logprobs:
+        if self._prefixes.most and not group.prompt_logprobs:
             goal, size = self._goal(group, first) - 1, self._pool.page_size
             first.halts = halts(first.computed, self._prefixes.known(first, goal), goal // size * size)
 
@@ -154,7 +154,7 @@ class Prompts:
         """Adopts cached pages. Of a fresh prompt one token is left to be computed, since its logits are wanted; with prompt
         log-probabilities, all tokens are. spans: what is computed of the group in this step; spare: leave one token of any
         group."""
-        if self._prefixes is None or group.prompt_logprobs:
+        if group.prompt_logprobs:
             return
         writing = sequence.computed % self._pool.page_size > 0 or bool(self._cache.states)
         if writing and any(span.sequence is sequence for span in spans):
@@ -169,7 +169,7 @@ class Prompts:
         except OutOfPages as error:
             run.problem = str(error)
             return 0
-        if start in sequence.halts and self._prefixes is not None:
+        if start in sequence.halts:
             self._prefixes.remember(sequence)
         for i, span in enumerate(run.spans):
             if span.sequence is sequence and span.start + len(span.tokens) == start:
@@ -177,8 +177,7 @@ class Prompts:
                 break
         sequence.computed += count
         run.spans.append(Span(sequence, start, sequence.tokens[start : sequence.computed], wanted=0))
-        if self._prefixes is not None:
-            self._prefixes.announce(sequence)
+        self._prefixes.announce(sequence)
         return count
 
     def _want(self, run: Run) -> None:
@@ -199,8 +198,7 @@ class Prompts:
             sequence.pages, sequence.node, sequence.state = first.pages[:full], _ancestor(first.node, full), first.state
             sequence.computed = first.prompt_length - rows
             self._pool.share(sequence.pages)
-            if self._prefixes is not None:
-                self._prefixes.adopt(sequence, len(sequence.tokens) - 1)
+            self._prefixes.adopt(sequence, len(sequence.tokens) - 1)
             if sequence.computed < sequence.prompt_length:
                 copies += self._pool.take(1)
                 sequence.pages.append(copies[-1])
