@@ -220,7 +220,7 @@ def _scores(
                 first,
                 count,
                 length,
-                **_score_constants(queries, cache.stride(0), plan.page_size, tile.keys, trees, weights is None, members),
+                **_score_constants(*queries.shape[1:], cache.stride(0), plan.page_size, tile.keys, trees, weights is None, members),
                 num_warps=WARPS,
                 num_stages=2 if torch.version.hip is not None else STAGES,
                 enable_fp_fusion=True,
@@ -230,9 +230,8 @@ def _scores(
 
 
 def _score_constants(
-    queries: Tensor, width: int, page_size: int, keys: int, trees: bool, plain: bool, members: int
+    heads: int, size: int, width: int, page_size: int, keys: int, trees: bool, plain: bool, members: int
 ) -> dict[str, object]:
-    heads, size = queries.shape[1:]
     return {
         "HEADS": heads,
         "HEADS_PADDED": max(16, triton.next_power_of_2(heads)),
@@ -284,7 +283,7 @@ def _scores_compilation(
     heads: int, keys: int, generation: int, trees: bool = False, eight_bits: bool = False, members: int = 1
 ) -> Compilation:
     width = (704 if members == 1 else 768) if heads > 1 else 128
-    constants = _score_constants(torch.empty(0, heads, 128), width, 64, keys, trees, heads == 1, members) | {"EARLY": False}
+    constants = _score_constants(heads, 128, width, 64, keys, trees, heads == 1, members) | {"EARLY": False}
     signature = {
         "scores": "*fp32",
         "query": "*bf16",
