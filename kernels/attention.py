@@ -261,7 +261,7 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     keys, values = gather(cache, view.slots, count, query.dtype, how.scales)
     own = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
-    choose: Callable[[int, int, Tensor | None], Tensor | None] = _all
+    choose: Callable[[int, int, Tensor | None], Tensor | None] = _keep_mask
     if how.asked is not None:
         held = how.asked.keys
         beside = keys[:, 0, :, size:] if held is None else gather(held, view.slots, count, query.dtype, None)[0][:, 0]
@@ -293,7 +293,7 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     return answer.transpose(1, 2).reshape(count * queries, heads, size)
 
 
-def _all(start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+def _keep_mask(start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     """Chooses nothing, for layers without an indexer: returns the mask as it is."""
     return hidden
 

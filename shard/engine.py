@@ -349,7 +349,7 @@ class Engine:
             outcome.count_prompt(run)
         outcome.count_decodes(decodes)
         if self.cache.states:
-            runs = self._remember(runs, outcome)
+            runs = self._assign_states(runs, outcome)
         spans = [span for run in runs for span in run.spans]
         masks = self._masks.begin(runs) if self._masks and before is None and spans else None
         hidden = self._forward(runs, spans) if spans else None
@@ -385,7 +385,7 @@ class Engine:
         for run in runs:
             run.first, first = first, first + run.wanted
         if lost:
-            self._lose(runs, lost)
+            self._fail_holders(runs, lost)
         return hidden
 
     def _remaining(self, runs: Listing[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
@@ -419,7 +419,7 @@ class Engine:
         outcome.seconds, self._free = over - max(flight.began, self._free) + outcome.draft_seconds, over
         flight.landed.set_result(outcome)
 
-    def _lose(self, runs: Listing[Run], pages: set[int]) -> None:
+    def _fail_holders(self, runs: Listing[Run], pages: set[int]) -> None:
         """Fails the groups that hold any of these pages, and withdraws their pages from the prefix cache, so that nobody finds or
         reuses them."""
         before = self._flight.runs if self._flight is not None else []  # which would publish its pages again when it lands
@@ -428,7 +428,7 @@ class Engine:
                 run.problem = ALONE
                 self.books.withdraw(run.group)
 
-    def _remember(self, runs: Listing[Run], outcome: Outcome) -> list[Run]:
+    def _assign_states(self, runs: Listing[Run], outcome: Outcome) -> list[Run]:
         """Gives each sequence a recurrent state of its own, copying shared ones. Returns the runs of groups for which there is
         room: all, if the router keeps to the number of sequences it has asked for."""
         copies, failed = settle(self.books.groups.values(), self.cache.slots, self.books.prefixes.states)

@@ -95,7 +95,7 @@ class Prompts:
             return
         first, *others = group.sequences
         if first.computed >= first.prompt_length:
-            self._part(first, [sequence for sequence in others if not sequence.computed])
+            self._fork(first, [sequence for sequence in others if not sequence.computed])
         group.decodes = not group.lacking
         if group.decodes and first.pictures is not None:
             first.pictures.forget()
@@ -189,7 +189,7 @@ class Prompts:
             run.spans[-1] = replace(run.spans[-1], wanted=max(1, run.spans[-1].wanted))
             run.sampled = True
 
-    def _part(self, first: Sequence, others: Listing[Sequence]) -> None:
+    def _fork(self, first: Sequence, others: Listing[Sequence]) -> None:
         """Forks `others` from the prompt of `first`: they share its full pages and copy what is in the next one."""
         rows = first.prompt_length % self._pool.page_size
         full = first.prompt_length // self._pool.page_size
