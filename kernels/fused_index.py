@@ -203,6 +203,7 @@ def products(queries: Tensor, cache: Tensor, plan: Plan, first: int, count: int,
 def _scores(
     queries: Tensor, weights: Tensor | None, cache: Tensor, plan: Plan, first: int, count: int, length: int, members: int = 1
 ) -> Tensor:
+    _, heads, size = queries.shape
     result = torch.full((count, length // members), -torch.inf, dtype=torch.float32, device=cache.device)
     launch = plan.launches[0]
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
@@ -220,7 +221,7 @@ def _scores(
                 first,
                 count,
                 length,
-                **_score_constants(*queries.shape[1:], cache.stride(0), plan.page_size, tile.keys, trees, weights is None, members),
+                **_score_constants(heads, size, cache.stride(0), plan.page_size, tile.keys, trees, weights is None, members),
                 num_warps=WARPS,
                 num_stages=2 if torch.version.hip is not None else STAGES,
                 enable_fp_fusion=True,
