@@ -444,7 +444,7 @@ def too_early(original: Any) -> Any:
         (PrefixCache, "announce", lambda original: PrefixCache.publish),  # gives up a page that the step writes to
         (PagePool, "taken", lambda original: lambda self: []),  # pages are not cleared
         (FakeCache, "copy", lambda original: lambda *remaining_tokens: None),
-        (Prompts, "_part", lambda original: lambda self, first, others: original(self, first, others[:-1])),  # leaves out a choice
+        (Prompts, "_fork", lambda original: lambda self, first, others: original(self, first, others[:-1])),  # leaves out a choice
     ],
 )
 def test_check_catches_slots_with_wrong_content(
