@@ -178,7 +178,7 @@ def chunks(bench: Bench) -> None:
     for rule, delta, sizes in (("the gated delta rule", True, (16, 32, 128, 128)), ("state spaces", False, (1, 48, 128, 64))):
         for tokens in (40,) if bench.tiny else (16, 32, 64, 128, 512, 4096):
             layer = _layer(bench, delta, (1, 2, 16, 16) if bench.tiny else sizes, tokens)
-            count = bench.copies(sum(part.nbytes for part in (layer.inputs.mixed, layer.out, layer.states.memories)))
+            count = bench.copies(sum(part.nbytes for part in (layer.inputs.mixed, layer.states.memories)))
             calls = [layer, *(_layer(bench, delta, (1, 2, 16, 16) if bench.tiny else sizes, tokens) for _ in range(count - 1))]
             with replaced(fused_chunked_delta, "CHUNKED_FROM", tokens + 1):
                 one_by_one = bench.time(calls)
@@ -195,10 +195,9 @@ class Layer:
     inputs: Inputs
     spans: Spans
     states: RecurrentStates
-    out: Tensor
 
     def __call__(self) -> None:
-        fused_chunked_delta.attend_in_chunks(self.inputs, self.spans, self.states, self.out)
+        fused_chunked_delta.attend_in_chunks(self.inputs, self.spans, self.states)
 
 
 def _layer(bench: Bench, delta: bool, sizes: tuple[int, int, int, int], tokens: int) -> Layer:
@@ -213,7 +212,7 @@ def _layer(bench: Bench, delta: bool, sizes: tuple[int, int, int, int], tokens: 
     spans = Spans((tokens,), *(torch.tensor(part, device=device) for part in ([0, tokens], [1], [1], [tokens])))
     memories = torch.zeros(2, heads, key_size, value_size, device=device)
     states = RecurrentStates(torch.zeros(2, 3, channels, dtype=torch.bfloat16, device=device), memories)
-    return Layer(inputs, spans, states, torch.empty(tokens, heads, value_size, dtype=torch.bfloat16, device=device))
+    return Layer(inputs, spans, states)
 
 
 def sample_logits(bench: Bench) -> None:

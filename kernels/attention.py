@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .indexed import BlockSelection, PoolSelection, TokenSelection, masked_by_blocks, masked_by_pools, narrowed
+from .indexed import BlockSelection, TokenSelection
 from .layout import AttentionLayout, LayerKind
 
 # Elements of padding that a block may add to its rows: copying them costs about as much as another block. Measured 2026-11-22 on a
@@ -261,15 +261,11 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     keys, values = gather(cache, view.slots, count, query.dtype, how.scales)
     own = query[block.start : block.start + count * queries]
     mask = view.mask if view.mask is None else view.mask.to(query.dtype)
-    choose: Callable[[int, int, Tensor | None], Tensor | None] = _all
-    if isinstance(how.asked, BlockSelection):
-        choose = partial(masked_by_blocks, how.asked, gather(how.asked.keys, view.slots, count, query.dtype, None)[0][:, 0])
-    elif isinstance(how.asked, PoolSelection):
+    choose: Callable[[int, int, Tensor | None], Tensor | None] = _keep_mask
+    if how.asked is not None:
         held = how.asked.keys
         beside = keys[:, 0, :, size:] if held is None else gather(held, view.slots, count, query.dtype, None)[0][:, 0]
-        choose = partial(masked_by_pools, how.asked, beside)
-    elif how.asked is not None:
-        choose = partial(narrowed, how.asked, keys[:, 0, :, size:])
+        choose = partial(how.asked.masked, beside)
     if cache.shape[3] > size:  # the indexer's keys stand behind the latents
         keys = values = keys[..., :size]
     if not view.tiled:
@@ -297,7 +293,7 @@ def _attend(attended: Callable[..., Tensor], query: Tensor, cache: Tensor, block
     return answer.transpose(1, 2).reshape(count * queries, heads, size)
 
 
-def _all(start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+def _keep_mask(start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
     """Chooses nothing, for layers without an indexer: returns the mask as it is."""
     return hidden
 

@@ -99,7 +99,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
     kind, heads, kv_heads = plan.kinds[how.window], query.shape[1], cache.shape[2]
     if how.softcap or how.sinks is not None:
         own = how.sinks.view(kv_heads, -1).repeat(1, plan.tile).unsqueeze(2) if how.sinks is not None else None
-        attended = partial(_specially, scale=how.scale, softcap=how.softcap, sinks=own)
+        attended = partial(_attend_by_blocks, scale=how.scale, softcap=how.softcap, sinks=own)
     answers = []
     for block in plan.blocks:
         keys, values = gather(cache, block.slots, block.rows, query.dtype, how.scales)
@@ -148,7 +148,7 @@ def _tiles(
     return found.view(rows, -1, heads, size)[:, :queries]
 
 
-def _specially(
+def _attend_by_blocks(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, *, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
     """`scaled_dot_product_attention` with a soft cap and attention sinks, [heads, queries or 1, 1], by the same blocks of keys,

@@ -6,6 +6,7 @@ from triton import JITFunction
 
 # Names in `compile.TARGETS`.
 NVIDIA, AMD = ("sm_80", "sm_90", "sm_100", "sm_120"), ("gfx942",)
+VENDORS = {"": NVIDIA, "amd": AMD}  # by their names in the report
 EIGHT_BIT_TARGETS = ("sm_90", "sm_100", "sm_120")  # targets with instructions for float8_e4m3fn; gfx942 has another such format
 WARP = 64  # most threads of a warp: AMD's; NVIDIA's have 32
 EARLY_TARGETS = ("sm_90", "sm_100", "sm_120")  # targets on which kernels can begin early (`dependent_launch`)
@@ -18,9 +19,9 @@ class Compilation:
 
     kernel: JITFunction
     name: str  # unique; shown in the report
-    # Type of every argument that is not a constant: {"x": "*bf16", "stride": "i64:16"}. Pointers are taken to be aligned to 16
-    # bytes; ":16" after a number's type says that it is divisible by 16.
-    signature: dict[str, str]
+    # Types of arguments, of those that are not constants at least: {"x": "*bf16", "stride": "i64:16"}. Pointers are taken to be
+    # aligned to 16 bytes; ":16" after a number's type says that it is divisible by 16.
+    types: dict[str, str]
     constants: dict[str, object]  # all other arguments
     warps: int = 4
     stages: int = 2
@@ -29,3 +30,8 @@ class Compilation:
     early: bool = False  # begins before the kernel before it ends (`dependent_launch`)
     hot: bool = False  # runs in every layer of every step: must not spill
     targets: tuple[str, ...] = ()  # names in `compile.TARGETS` on which it is used; none: all
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Type of every argument that is not a constant, in the order of the kernel's."""
+        return {name: self.types[name] for name in self.kernel.arg_names if name not in self.constants}

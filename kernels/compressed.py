@@ -35,12 +35,7 @@ LOGIT_BYTES = 16  # bytes per logit, with its mask and what is derived from both
 class EntrySelection(TokenSelection):
     """An indexer's queries and head weights for choosing compressed entries; `most` counts entries."""
 
-    members: int = 1  # tokens that an entry stands for
     first: int = 0  # offset of the indexer's keys within a slot
-
-    def keys(self, cache: Tensor) -> Tensor:
-        """The indexer's keys of a layer: [slots, 1, 1, size or more]."""
-        return cache[..., self.first :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +190,7 @@ def _chosen(plan: Plan, tile: Tile, view: View, cache: Tensor, asked: EntrySelec
     seen = torch.arange(count, device=view.whole.device) < view.whole
     if asked is None or count <= asked.most:
         return seen
-    keys = asked.keys(cache).flatten(1)[:, : asked.queries.shape[2]][view.entries]
+    keys = cache[..., asked.first :].flatten(1)[:, : asked.queries.shape[2]][view.entries]
     found = scores(*asked.of(tile.start, tile.rows, tile.queries), keys).masked_fill_(~seen, -torch.inf)
     best = found.sort(dim=2, descending=True, stable=True).indices[:, :, : asked.most]
     return seen & torch.zeros_like(seen).scatter_(2, best, True)

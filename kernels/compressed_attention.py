@@ -65,8 +65,8 @@ def plan(whole: paged.Plan, rows: Sequence[Row], layout: AttentionLayout) -> Pla
 
 def _parts(
     whole: paged.Plan,
-    own: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]",
-    lengths: "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]",
+    own: work_list.Array,
+    lengths: work_list.Array,
     places: Places,
     kind: tuple[int, int],
     layout: AttentionLayout,
@@ -113,7 +113,7 @@ def _tables(plan: Plan, part: Part, cache: Tensor, each: int, rate: int, asked: 
     entry, far = column.expand(len(part.tables), -1), column < part.entries
     if asked is not None and choosing:
         length = part.longest // rate * rate
-        values = scores(asked, asked.keys(cache), plan, part.first, len(part.tables), length)
+        values = scores(asked, cache[..., asked.first :], plan, part.first, len(part.tables), length)
         # For a token that sees fewer, the last ones are arbitrary, and nobody looks at them.
         best = values.topk(min(asked.most, values.shape[1])).indices
         entry = best.gather(1, entry.clamp(max=best.shape[1] - 1))

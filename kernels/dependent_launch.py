@@ -50,9 +50,15 @@ def wait_then_launch(EARLY: tl.constexpr) -> None:
         tl.extra.cuda.gdc_launch_dependents()
 
 
+def begin_early(device: torch.device, product: bool = False) -> dict[str, bool]:
+    """How a kernel is launched that may begin early: the constant EARLY, and the option that goes with it. product: for products
+    and norms."""
+    begins = on(device, product)
+    return {"EARLY": begins, **options(begins)}
+
+
 def on(device: torch.device, product: bool = False) -> bool:
-    """Whether kernels on `device` begin early. The launch option (`launch_pdl`) and the constant EARLY go together. product: for
-    products and norms."""
+    """Whether kernels on `device` begin early. product: for products and norms."""
     return enabled and (products or not product) and device.type == "cuda" and _able(device)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import paged_attention as paged
-from .attention import AttentionOptions, Row, slots_of
+from .attention import Array, AttentionOptions, Row, slots_of
 from .expanded import MIN_QUERIES_TRITON, Part, Plan, attention, heads_at_once, most_bytes
 from .layout import AttentionLayout, Expansion, LayerKind
 from .transfer import to_device
@@ -110,7 +110,7 @@ def _fitting(rows: Sequence[Row], room: int) -> Iterator[Sequence[Row]]:
     yield rows[begin:]
 
 
-def _slots(row: Row, page_size: int) -> "numpy.ndarray[tuple[int], numpy.dtype[numpy.int64]]":
+def _slots(row: Row, page_size: int) -> Array:
     """Cache slots of the row's keys, the last one repeated up to the end of its last page of scratch."""
     own = slots_of([row], page_size)[0]
     return numpy.pad(own, (0, -len(own) % PAGE), mode="edge")

@@ -8,9 +8,10 @@ answer from the host, so that CUDA graphs can hold them.
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,9 +22,6 @@ from .codes import QuantizedWeight, dequantized
 from .dispatch import triton_for
 from .linear import Invariance, Weight
 from .reference import PLAIN, Activation, lane_invariant
-
-if TYPE_CHECKING:
-    from .packed_experts import Packed
 
 LEAST_SUM = 1e-20
 
@@ -107,15 +105,15 @@ def _within(judged: Tensor, sets: int, chosen: int, best: int, others_count: flo
 
 Biases: TypeAlias = tuple[Tensor, Tensor] | None
 Weights: TypeAlias = Sequence[Tensor | QuantizedWeight]
+FusedProducts: TypeAlias = Callable[..., Tensor]  # as `fused_experts.experts`, the first four of whose arguments are given per step
 
 
 class Experts(ABC):
     """All experts of one layer on this rank; `weights` is what holds their parameters."""
 
-    def __init__(self, weights: Sequence[Weight | Tensor], number: int, device: torch.device, gates: Activation) -> None:
+    def __init__(self, weights: Sequence[Weight | Tensor], number: int, device: torch.device) -> None:
         self.weights = weights
         self._edges = torch.arange(number + 1, device=device)
-        self._gates = gates
 
     def __call__(self, x: Tensor, shares: Tensor, chosen: Tensor, idle: Tensor | None = None) -> Tensor:
         """The sum of the chosen experts' outputs for x [tokens, hidden], with weights from `route`. A token's result depends on no
@@ -163,7 +161,8 @@ class LoopedExperts(Experts):
             [quantized.lay_out(weight, bias, exact, dtype) for weight, bias in zip(weights, added, strict=False)]
             for weights, added in ((gate_ups, first), (downs, second))
         )
-        super().__init__([*self._gate_ups, *self._downs], len(downs), _first(downs).device, gates)
+        self._gates = gates
+        super().__init__([*self._gate_ups, *self._downs], len(downs), _first(downs).device)
 
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
         found = x.new_empty(len(order), x.shape[1])
@@ -176,37 +175,15 @@ class LoopedExperts(Experts):
 
 
 class FusedExperts(Experts):
-    """Experts in Triton, with unquantized weights (`fused_experts`)."""
+    """Experts in Triton, unquantized (`fused_experts`) or quantized (`packed_experts`)."""
 
-    def __init__(
-        self, gate_ups: Weights, downs: Weights, biases: Biases, gates: Activation, dtype: torch.dtype, exact: Invariance
-    ) -> None:
-        self._invariant = exact is Invariance.INVARIANT
-        self._gate_up, self._down = (
-            torch.stack([dequantized(weight, dtype) if isinstance(weight, QuantizedWeight) else weight for weight in weights])
-            for weights in (gate_ups, downs)
-        )
-        self._biases = biases
-        super().__init__([self._gate_up, self._down, *(biases or ())], len(downs), self._down.device, gates)
+    def __init__(self, products: FusedProducts, held: Sequence[Tensor], number: int) -> None:
+        """held: the tensors that `products` reads."""
+        self._fused = products
+        super().__init__(held, number, held[0].device)
 
     def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
-        from .fused_experts import experts
-
-        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._invariant)
-
-
-class FusedQuantizedExperts(Experts):
-    """Experts in Triton, with quantized weights (`packed_experts`)."""
-
-    def __init__(self, gate_up: "Packed", down: "Packed", biases: Biases, gates: Activation, exact: Invariance) -> None:
-        self._invariant = exact is Invariance.INVARIANT
-        self._gate_up, self._down, self._biases = gate_up, down, biases
-        super().__init__([*gate_up.tensors, *down.tensors, *(biases or ())], len(down.codes), down.codes.device, gates)
-
-    def _products(self, x: Tensor, order: Tensor, starts: Tensor, shares: Tensor) -> Tensor:
-        from .packed_experts import experts
-
-        return experts(x, order, starts, shares, self._gate_up, self._down, self._biases, self._gates, self._invariant)
+        return self._fused(x, order, starts, shares)
 
 
 def lay_out(
@@ -222,14 +199,33 @@ def lay_out(
     exact: see `linear`."""
     if not triton_for(_first(downs)):
         return LoopedExperts(gate_ups, downs, biases, gates, dtype, exact)
-    few = [[weight for weight in weights if isinstance(weight, QuantizedWeight)] for weights in (gate_ups, downs)]
-    if len(few[0]) == len(few[1]) == len(downs):
-        from .packed_experts import pack
+    held, products = _packed(gate_ups, downs, dtype) or _stacked(gate_ups, downs, dtype)
+    products = partial(products, biases=biases, gates=gates, invariant=exact is Invariance.INVARIANT)
+    return FusedExperts(products, [*held, *(biases or ())], len(downs))
 
-        packed = pack(few[0], dtype), pack(few[1], dtype)
-        if packed[0] and packed[1]:
-            return FusedQuantizedExperts(packed[0], packed[1], biases, gates, exact)
-    return FusedExperts(gate_ups, downs, biases, gates, dtype, exact)
+
+def _packed(gate_ups: Weights, downs: Weights, dtype: torch.dtype) -> tuple[list[Tensor], FusedProducts] | None:
+    """The matrices of experts that are all quantized, as the kernel reads them, and products with these; None if it can't."""
+    few = [[weight for weight in weights if isinstance(weight, QuantizedWeight)] for weights in (gate_ups, downs)]
+    if not len(few[0]) == len(few[1]) == len(downs):
+        return None
+    from .packed_experts import experts, pack
+
+    gate_up, down = pack(few[0], dtype), pack(few[1], dtype)
+    if gate_up is None or down is None:
+        return None
+    return [*gate_up.tensors, *down.tensors], partial(experts, gate_up=gate_up, down=down)
+
+
+def _stacked(gate_ups: Weights, downs: Weights, dtype: torch.dtype) -> tuple[list[Tensor], FusedProducts]:
+    """The matrices of all experts, unquantized, and products with these."""
+    from .fused_experts import experts
+
+    gate_up, down = (
+        torch.stack([dequantized(weight, dtype) if isinstance(weight, QuantizedWeight) else weight for weight in weights])
+        for weights in (gate_ups, downs)
+    )
+    return [gate_up, down], partial(experts, gate_up=gate_up, down=down)
 
 
 def _first(weights: Weights) -> Tensor:

@@ -115,7 +115,7 @@ def compilations() -> list[Compilation]:
         Compilation(
             kernel=gated_kernel,
             name=f"{'geglu' if how.gelu else 'swiglu'} {dtype}{' limited' * (how.limit > 0)}",
-            signature={
+            types={
                 "gate_up": f"*{dtype}",
                 "out": f"*{dtype}",
                 "size": "i32:16",

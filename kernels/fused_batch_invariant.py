@@ -180,7 +180,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=invariant_kernel,
                 name=f"invariant {name} {GENERATIONS[generation]}".rstrip(),
-                signature=dict.fromkeys(("out", "x", "weight", "bias"), f"*{shorts[dtype]}") | numbers,
+                types=dict.fromkeys(("out", "x", "weight", "bias"), f"*{shorts[dtype]}") | numbers,
                 constants=constants,
                 warps=tile.warps,
                 stages=tile.stages,

@@ -308,13 +308,15 @@ def chunk_state_kernel(
             tl.store(home, memory, mask=within[:, None] & wanted[None, :])
 
 
-def attend_in_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates, out: Tensor) -> Tensor:
-    """Computes `gated_delta.gated_delta` into `out`, or without strengths `state_space.state_space`. out: dense; mixed, strengths
-    and fades of inputs: last dimension dense; windows, memories: each slot dense; the rest: dense. There is at least one span.
+def attend_in_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates) -> Tensor:
+    """Computes `gated_delta.gated_delta`, or without strengths `state_space.state_space`. mixed, strengths and fades of inputs:
+    last dimension dense; windows, memories: each slot dense; the rest: dense. There is at least one span.
 
     From the first long span to the last one all are computed in chunks, those before and after them by the recurrent kernel:
     prompts of a step stand together, so that takes at most four launches more. CUDA graphs are captured with one-token spans.
     """
+    mixed = inputs.mixed
+    out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
     first, last = _long(spans.lengths) if inputs.fades.shape[1] == states.memories.shape[1] else (0, 0)
     starts, end = [0, *itertools.accumulate(spans.lengths)], len(spans.lengths)
     for begin, stop in ((0, first), (last, end)) if first < last else ((0, end),):
@@ -325,7 +327,7 @@ def attend_in_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates, out:
         _by_chunks(inputs, _between(spans, first, last), states, starts[first], starts[last], out)
         if last == end:
             out[starts[end] :].zero_()
-    update_windows(inputs.mixed, spans.starts, spans.slots, spans.fresh, spans.sure, states.windows, inputs.taps.shape[1])
+    update_windows(mixed, spans, states.windows)
     return out
 
 
@@ -346,10 +348,9 @@ def _between(spans: Spans, begin: int, stop: int) -> Spans:
 def scratch(inputs: Inputs, heads: int, tokens: int) -> Scratch:
     """Uninitialized scratch for so many tokens."""
     mixed = inputs.mixed
-    systems = [torch.empty(heads, tokens, CHUNK, device=mixed.device) for _ in range(1 if inputs.strengths is None else 2)]
-    factors = torch.empty(4, heads, tokens, device=mixed.device)
+    seen, factors = (torch.empty(shape, device=mixed.device) for shape in ((heads, tokens, CHUNK), (4, heads, tokens)))
     features = torch.empty(tokens, mixed.shape[1], dtype=mixed.dtype, device=mixed.device)
-    return Scratch(features, systems[1] if inputs.strengths is not None else None, systems[0], factors)
+    return Scratch(features, torch.empty_like(seen) if inputs.strengths is not None else None, seen, factors)
 
 
 def _by_chunks(inputs: Inputs, spans: Spans, states: RecurrentStates, base: int, end: int, out: Tensor) -> None:
@@ -495,7 +496,7 @@ def _compilation(
     return Compilation(
         kernel=kernel,
         name=f"chunks {name} {dtype}{' amd' * (targets == AMD)}",
-        signature={part: types[part] for part in kernel.arg_names if part not in constants},
+        types=types,
         constants=constants,
         warps=warps,
         stages=stages,

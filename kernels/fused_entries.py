@@ -122,7 +122,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=entries_kernel,
                 name=f"entries {size} {dtype} of {rate}{' and those before' * (series > 1)}",
-                signature=types,
+                types=types,
                 constants=_constants(size, 64, rate, series),
                 warps=WARPS,
                 hot=True,

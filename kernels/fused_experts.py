@@ -138,7 +138,7 @@ def experts(
     return out
 
 
-def add_products(out: Tensor, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, invariant: bool = False) -> None:
+def add_products(out: Tensor, x: Tensor, weight: Tensor, order: Tensor, starts: Tensor, invariant: bool) -> None:
     """Adds to `out` [rows, outputs] the products of x [rows, inputs] with the matrices of `weight` [matrices, outputs, inputs].
 
     order: [rows], sorted by matrix; starts: [matrices + 1], where each one's rows begin there: rows before the first are left as
@@ -256,7 +256,7 @@ def _compilation(name: str, constants: dict[str, Any], dtype: str, shares: str, 
     return Compilation(
         kernel=experts_kernel,
         name=name,
-        signature=pointers,
+        types=pointers,
         constants=constants,
         warps=WARPS,
         stages=constants["STAGES"],

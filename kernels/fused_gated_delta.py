@@ -288,24 +288,24 @@ def walk(inputs: Inputs, spans: Spans, states: RecurrentStates, tokens: int, out
     )
 
 
-def update_windows(mixed: Tensor, starts: Tensor, slots: Tensor, fresh: Tensor, sure: Tensor, windows: Tensor, width: int) -> None:
+def update_windows(mixed: Tensor, spans: Spans, windows: Tensor) -> None:
     """Moves convolution windows past each span's committed tokens. To be called after the launch of all kernels that read them."""
-    channels = mixed.shape[1]
+    channels, before = mixed.shape[1], windows.shape[1]
     assert mixed.stride(1) == 1
     assert windows.stride()[1:] == (channels, 1)
-    convolution_window_kernel[(len(slots), triton.cdiv(channels, COPIED))](
+    convolution_window_kernel[(len(spans.slots), triton.cdiv(channels, COPIED))](
         mixed,
-        starts,
-        slots,
-        fresh,
-        sure,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
+        spans.sure,
         windows,
         channels,
         mixed.stride(0),
         windows.stride(0),
-        WIDTH=width,
+        WIDTH=before + 1,
         BLOCK=COPIED,
-        ROWS=triton.next_power_of_2(width - 1),
+        ROWS=triton.next_power_of_2(before),
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -400,29 +400,24 @@ def compilations() -> list[Compilation]:
         types |= dict.fromkeys(("starts", "slots", "fresh", "sure"), "*i64") | dict.fromkeys(("tokens", "ratio"), "i32")
         strides = ("mixed_stride", "strengths_stride", "fades_stride", "windows_stride", "memories_stride")
         types |= dict.fromkeys(("channels", *strides), "i32:16") | dict.fromkeys(("epsilon", "least", "most"), "fp32")
-        signature = {name: kind for name, kind in types.items() if name not in nothing}
         sizes = {"KEY": 128, "VALUE": 128 if delta else 64, "WIDTH": 4, "KEYS": 128, "BLOCK": BLOCK, "ROWS": 4}
         how: dict[str, object] = {"DELTA": delta, "EACH": each, "BOUNDED": bounded, **dict.fromkeys(nothing), **sizes}
-        found.append(_hot(recurrent_kernel, f"{rule} {dtype}", signature, how, 1))
+        found.append(_hot(recurrent_kernel, f"{rule} {dtype}", types, how, 1))
         if bounded:
             continue
         if delta and not each:
-            window = {name: types[name] for name in convolution_window_kernel.arg_names if name in types}
-            found.append(
-                _hot(convolution_window_kernel, f"{rule} windows {dtype}", window, {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}, 4)
-            )
+            window: dict[str, object] = {"WIDTH": 4, "BLOCK": COPIED, "ROWS": 4}
+            found.append(_hot(convolution_window_kernel, f"{rule} windows {dtype}", types, window, 4))
         for size in (128,) if delta else (3072, 8192):
             block, height, warps = _tile(size)
             apart = ("inner", "x_outer", "x_inner", "gates_outer", "gates_inner", "gains_inner")
             norm = dict.fromkeys(("x", "gates", "gains", "out"), f"*{dtype}") | dict.fromkeys(apart, "i32:16")
+            norm |= {"rows": "i32", "epsilon": "fp32"}
             constants: dict[str, object] = {"SIZE": size, "BEFORE": not delta, "SIGMOID": each, "BLOCK": block, "ROWS": height}
-            signature = norm | {"rows": "i32", "epsilon": "fp32"}
-            found.append(
-                _hot(gated_norm_kernel, f"gated norm {size} {dtype}{' by sigmoid' if each else ''}", signature, constants, warps)
-            )
+            found.append(_hot(gated_norm_kernel, f"gated norm {size} {dtype}{' by sigmoid' * each}", norm, constants, warps))
     return found
 
 
-def _hot(kernel: JITFunction, name: str, signature: dict[str, str], constants: dict[str, object], warps: int) -> Compilation:
+def _hot(kernel: JITFunction, name: str, types: dict[str, str], constants: dict[str, object], warps: int) -> Compilation:
     fuse = kernel is recurrent_kernel
-    return Compilation(kernel=kernel, name=name, signature=signature, constants=constants, warps=warps, fuse=fuse, hot=True)
+    return Compilation(kernel=kernel, name=name, types=types, constants=constants, warps=warps, fuse=fuse, hot=True)

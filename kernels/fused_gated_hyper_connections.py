@@ -149,17 +149,14 @@ def compilations() -> list[Compilation]:
     """Qwen 4 Exp's four streams: the first part, others, and the output matrix."""
     found, (block, warps) = list[Compilation](), tile(2048)
     for dtype in ("bf16", "fp32"):
-        pointers = dict.fromkeys(("streams", "more", "given", "gains", "normal"), f"*{dtype}") | {
-            "given": "*fp32",
-            "gains": "*fp32",
-        }
+        pointers = dict.fromkeys(("streams", "more", "normal"), f"*{dtype}") | dict.fromkeys(("given", "gains"), "*fp32")
         for add in (False, True):
             constants: dict[str, object] = {"COUNT": 4, "SIZE": 2048, "BLOCK": block, "ADD": add}
             found.append(
                 Compilation(
                     kernel=spread_kernel,
                     name=f"spread {dtype}{' add' * add}",
-                    signature=pointers | {"epsilon": "fp32"},
+                    types=pointers | {"epsilon": "fp32"},
                     constants=constants,
                     warps=warps,
                     hot=True,
@@ -172,7 +169,7 @@ def compilations() -> list[Compilation]:
                 Compilation(
                     kernel=gated_mean_kernel,
                     name=f"gathering {dtype}{'' if gives else ' last'}",
-                    signature=types | {"giving_stride": "i32"},
+                    types=types | {"giving_stride": "i32"},
                     constants=_constants(4, 2048, gives),
                     warps=WARPS,
                     hot=True,

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
-from .dependent_launch import on, options, prefetch, wait_then_launch
+from .compilation import EARLY_TARGETS, VENDORS, Compilation
+from .dependent_launch import begin_early, prefetch, wait_then_launch
 from .fused_activation import product_epilogue
 
 
@@ -130,7 +130,6 @@ def product(
 ) -> Tensor:
     """As `fused_skinny_gemm.product`, for one row."""
     inputs, outputs = x.shape[1], out.shape[1]
-    early = on(x.device, product=True)
     shape = _shape(inputs, outputs, gated, torch.version.hip is not None)
     vector_kernel[(triton.cdiv(outputs, shape.columns),)](
         out,
@@ -145,11 +144,10 @@ def product(
         GELU=gelu,
         ADD=add,
         BIASED=bias is not None,
-        EARLY=early,
         num_warps=shape.warps,
         num_stages=shape.stages,
         enable_fp_fusion=True,
-        **options(early),
+        **begin_early(x.device, product=True),
     )
     return out
 
@@ -189,13 +187,12 @@ CASES = (
     Case("gated early", 4096, 14336, norm=True, gated=True, early=True),
     Case("down early", 14336, 4096, add=True, early=True),
 )
-KINDS = {"": NVIDIA, "amd": AMD}
 
 
 def compilations() -> list[Compilation]:
     """All cases."""
     found = []
-    for case, (kind, targets) in itertools.product(CASES, KINDS.items()):
+    for case, (kind, targets) in itertools.product(CASES, VENDORS.items()):
         if case.early and kind:
             continue
         shape = _shape(case.inputs, case.outputs, case.gated, kind == "amd")
@@ -208,7 +205,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=vector_kernel,
                 name=f"vector {case.name} {kind}".rstrip(),
-                signature={**pointers, "epsilon": "fp32"},
+                types={**pointers, "epsilon": "fp32"},
                 constants=constants,
                 warps=shape.warps,
                 stages=shape.stages,

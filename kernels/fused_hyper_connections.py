@@ -94,8 +94,8 @@ def mix(
     if tokens:
         mixing_kernel[(tokens,)](
             streams,
-            more if more is not None and both else streams,
-            given if given is not None and both else shares.scale,
+            more if both else streams,
+            given if both else shares.scale,
             shares.matrix,
             shares.scale,
             shares.base,
@@ -127,9 +127,7 @@ def compilation(kernel: triton.JITFunction, name: str, dtype: str, constants: di
     pointers = dict.fromkeys(("streams", "more", "mixed"), f"*{dtype}")
     pointers |= dict.fromkeys(("given", "matrix", "scale", "base", "gives"), "*fp32")
     numbers = dict.fromkeys(("magnitude", "share_epsilon", "epsilon"), "fp32")
-    order = ("streams", "more", "given", "matrix", "scale", "base", "mixed", "gives")
-    signature = {name: pointers[name] for name in order} | numbers
-    return Compilation(kernel=kernel, name=name, signature=signature, constants=constants, warps=WARPS, hot=True)
+    return Compilation(kernel=kernel, name=name, types=pointers | numbers, constants=constants, warps=WARPS, hot=True)
 
 
 def compilations() -> list[Compilation]:

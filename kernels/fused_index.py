@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, GENERATIONS, Compilation
-from .dependent_launch import on, options, wait
+from .dependent_launch import begin_early, wait
 from .fused_latents import WARPS, angles, constants_of, keep, turn
-from .fused_rotary import clamped_for_cache, rotated
+from .fused_rotary import clamped_for_cache, most_of, rotated
 from .indexed import TokenSelection
 from .layout import LayerKind
 from .paged_attention import INTERPRET, TARGETS, Plan, tiles_of
@@ -93,8 +93,7 @@ def rotate_and_write_index(
     assert table.is_contiguous()
     assert cache.stride(3) == 1
     if tokens:
-        early = on(queries.device)
-        constants = constants_of(size, table.shape[-1], torch.finfo(cache.dtype).max if cache.dtype != queries.dtype else 0.0)
+        constants = constants_of(size, table.shape[-1], most_of(cache, queries.dtype))
         index_kernel[(tokens, 1 + triton.cdiv(heads, constants["HEADS"]))](
             queries,
             keys,
@@ -106,10 +105,9 @@ def rotate_and_write_index(
             cache.stride(0),
             epsilon,
             **constants,
-            EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
-            **options(early),
+            **begin_early(cache.device),
         )
 
 
@@ -205,8 +203,9 @@ def products(queries: Tensor, cache: Tensor, plan: Plan, first: int, count: int,
 def _scores(
     queries: Tensor, weights: Tensor | None, cache: Tensor, plan: Plan, first: int, count: int, length: int, members: int = 1
 ) -> Tensor:
+    _, heads, size = queries.shape
     result = torch.full((count, length // members), -torch.inf, dtype=torch.float32, device=cache.device)
-    launch, early = plan.launches[0], on(cache.device)
+    launch = plan.launches[0]
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
         if len(items):
             scores_kernel[(len(items), tile.rows // launch.kind.ratio)](
@@ -222,20 +221,18 @@ def _scores(
                 first,
                 count,
                 length,
-                **_score_constants(queries, cache.stride(0), plan.page_size, tile.keys, trees, weights is None, members),
-                EARLY=early,
+                **_score_constants(heads, size, cache.stride(0), plan.page_size, tile.keys, trees, weights is None, members),
                 num_warps=WARPS,
                 num_stages=2 if torch.version.hip is not None else STAGES,
                 enable_fp_fusion=True,
-                **options(early),
+                **begin_early(cache.device),
             )
     return result
 
 
 def _score_constants(
-    queries: Tensor, width: int, page_size: int, keys: int, trees: bool, plain: bool = False, members: int = 1
+    heads: int, size: int, width: int, page_size: int, keys: int, trees: bool, plain: bool, members: int
 ) -> dict[str, object]:
-    heads, size = queries.shape[1:]
     return {
         "HEADS": heads,
         "HEADS_PADDED": max(16, triton.next_power_of_2(heads)),
@@ -264,7 +261,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=index_kernel,
                 name=f"index {dtype}{' fp8' * (most > 0)}{' early' * early}",
-                signature=pointers | numbers,
+                types=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,
@@ -287,7 +284,7 @@ def _scores_compilation(
     heads: int, keys: int, generation: int, trees: bool = False, eight_bits: bool = False, members: int = 1
 ) -> Compilation:
     width = (704 if members == 1 else 768) if heads > 1 else 128
-    constants = _score_constants(torch.empty(0, heads, 128), width, 64, keys, trees, heads == 1, members) | {"EARLY": False}
+    constants = _score_constants(heads, 128, width, 64, keys, trees, heads == 1, members) | {"EARLY": False}
     signature = {
         "scores": "*fp32",
         "query": "*bf16",
@@ -300,7 +297,7 @@ def _scores_compilation(
     return Compilation(
         kernel=scores_kernel,
         name=" ".join([f"scores {heads} heads {keys} keys", *filter(None, marks)]),
-        signature=signature,
+        types=signature,
         constants=constants,
         warps=WARPS,
         stages=STAGES if generation else 2,

@@ -10,14 +10,13 @@ Of a token's programs the first computes the latent, each other some query heads
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, WARP, Compilation
-from .dependent_launch import on, options, wait
-from .fused_rotary import clamped_for_cache, rotated
+from .dependent_launch import begin_early, wait
+from .fused_rotary import clamped_for_cache, most_of, rotated
 
 # Query heads per program; more where these have fewer features than the program has threads: queries are changed in place, so no
 # two threads may hold the same feature (see `fused_hyper_connections`).
@@ -113,10 +112,8 @@ def rotate_and_write_latents(
     assert table.is_contiguous()
     assert cache.stride(3) == 1
     if tokens:
-        early = on(query.device)
-        most = torch.finfo(cache.dtype).max if cache.dtype != query.dtype else 0.0
         turned = latents.shape[1] - len(gains)
-        constants = constants_of(len(gains), turned, most)
+        constants = constants_of(len(gains), turned, most_of(cache, query.dtype))
         turning = triton.cdiv(heads, constants["HEADS"]) if turned else 0
         latents_kernel[(tokens, 1 + turning)](
             query,
@@ -132,10 +129,9 @@ def rotate_and_write_latents(
             epsilon,
             **constants,
             OTHERS=width - turned,
-            EARLY=early,
             num_warps=WARPS,
             enable_fp_fusion=False,
-            **options(early),
+            **begin_early(query.device),
         )
 
 
@@ -165,7 +161,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=latents_kernel,
                 name=f"latents {size} {dtype}{' fp8' * (most > 0)}{' early' * early}",
-                signature=pointers | numbers,
+                types=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,

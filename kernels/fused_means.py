@@ -6,7 +6,6 @@
 One program for each token.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from .compilation import EIGHT_BIT_TARGETS, Compilation
 from .fused_latents import angles
 from .fused_pools import read
-from .fused_rotary import clamped_for_cache, rotated
+from .fused_rotary import clamped_for_cache, most_of, rotated
 
 WARPS = 4
 
@@ -83,7 +82,7 @@ def write_means(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache
             cache,
             keys.stride(0),
             epsilon,
-            **_constants(members, size, torch.finfo(cache.dtype).max if cache.dtype != keys.dtype else 0.0),
+            **_constants(members, size, most_of(cache, keys.dtype)),
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
@@ -109,7 +108,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=means_kernel,
                 name=f"means {dtype}{' fp8' * (most > 0)}",
-                signature=types,
+                types=types,
                 constants=_constants(16, 128, most),
                 warps=WARPS,
                 hot=True,

@@ -186,32 +186,21 @@ def opened(joint: Tensor, streams: Tensor, gains: Tensor, epsilon: float, least:
     return taken, normal
 
 
-def take(
-    streams: Tensor,
-    taken: Tensor,
-    normal: Tensor,
-    taps: Tensor,
-    apart: int,
-    starts: Tensor,
-    slots: Tensor,
-    fresh: Tensor,
-    sure: Tensor,
-    windows: Tensor,
-    longest: int,
-) -> None:
-    """As `ngrams.take`; longest: most tokens of a span. At least one span."""
+def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: int, spans: Spans, windows: Tensor) -> None:
+    """As `ngrams.take`. At least one span."""
     channels, width = taps.shape
     assert all(x.is_contiguous() for x in (streams, taken, normal, taps))
     assert windows.stride()[1:] == (channels, 1)
     assert streams.dtype == taken.dtype == normal.dtype == windows.dtype
-    ngram_convolution_kernel[(len(slots), triton.cdiv(channels, CHANNELS), triton.cdiv(longest, TOKENS))](
+    grid = len(spans.slots), triton.cdiv(channels, CHANNELS), triton.cdiv(max(spans.lengths), TOKENS)
+    ngram_convolution_kernel[grid](
         streams,
         taken,
         normal,
         taps,
-        starts,
-        slots,
-        fresh,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
         windows,
         channels,
         windows.stride(0),
@@ -222,7 +211,7 @@ def take(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    update_windows(normal, starts, slots, fresh, sure, windows, width)
+    update_windows(normal, spans, windows)
 
 
 def compilations() -> list[Compilation]:
@@ -232,19 +221,19 @@ def compilations() -> list[Compilation]:
         Compilation(
             kernel=rows_kernel,
             name="rows of n-grams",
-            signature=dict.fromkeys(known, "*i64") | {"tokens": "i32", "end": "i32"},
+            types=dict.fromkeys(known, "*i64") | {"tokens": "i32", "end": "i32"},
             constants=_constants(2, 8),
             warps=1,
             fuse=True,
         )
     ]
     for dtype in ("bf16", "fp32"):
-        pointers = dict.fromkeys(("joint", "streams", "gains", "taken", "normal"), f"*{dtype}") | {"gains": "*fp32"}
+        pointers = dict.fromkeys(("joint", "streams", "taken", "normal"), f"*{dtype}") | {"gains": "*fp32"}
         found.append(
             Compilation(
                 kernel=gate_kernel,
                 name=f"opening {dtype}",
-                signature=pointers | dict.fromkeys(("epsilon", "least", "root"), "fp32"),
+                types=pointers | dict.fromkeys(("epsilon", "least", "root"), "fp32"),
                 constants={"COUNT": 4, "SIZE": 2048, "BLOCK": block},
                 warps=warps,
                 hot=True,
@@ -256,7 +245,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=ngram_convolution_kernel,
                 name=f"taking {dtype}",
-                signature=types | dict.fromkeys(("channels", "windows_stride"), "i32:16"),
+                types=types | dict.fromkeys(("channels", "windows_stride"), "i32:16"),
                 constants={"REACH": 9, "APART": 3, "TOKENS": TOKENS, "BLOCK": CHANNELS},
                 fuse=True,
                 hot=True,

@@ -161,7 +161,7 @@ def compilations() -> list[Compilation]:
         Compilation(
             kernel=kernel,
             name=f"noise {name}{'' if cuda else ' amd'}",
-            signature=signature,
+            types=signature,
             constants={"SIZE": SIZE, "CUDA": cuda},
             targets=NVIDIA if cuda else AMD,
         )

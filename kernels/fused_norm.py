@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, Compilation
-from .dependent_launch import on, options, wait
+from .dependent_launch import begin_early, wait
 
 # Elements per program: 2048 in 4 warps are 16 a thread.
 TILE = 2048
@@ -62,18 +62,9 @@ def norm_kernel(
     tl.store(out + outer * out_outer + place * out_inner + column, normal.to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`reference.rms_norm` into `out`, which may be x: [rows, size] or [tokens, heads, size], views with a dense last dimension."""
-    return _norm(x, None, weight, epsilon, out)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
-    """`operations.add_rms_norm` into `out`, which may be x unless that is split-K parts. All are views whose last dimension is
-    dense."""
-    return _norm(x, residual, weight, epsilon, out)
-
-
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, residual: Tensor | None = None) -> Tensor:
+    """`reference.rms_norm` of [rows, size] or [tokens, heads, size] into `out`, which may be x; with a residual,
+    `operations.add_rms_norm`, into x only if that is no split-K parts. All are views whose last dimension is dense."""
     cut = 1 if residual is not None and x.dim() == 3 else 0
     assert x.shape[cut:] == out.shape
     assert x.dim() in (2, 3)
@@ -84,7 +75,6 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, ou
     if not rows:
         return out
     block, height, warps = _tile(size, inner)
-    early = on(x.device, product=True)
     norm_kernel[(triton.cdiv(rows, height),)](
         x,
         residual if residual is not None else x,
@@ -104,10 +94,9 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, ou
         ROWS=height,
         ADD=residual is not None,
         PARTS=len(x) if cut else 1,
-        EARLY=early,
         num_warps=warps,
         enable_fp_fusion=False,
-        **options(early),
+        **begin_early(x.device, product=True),
     )
     return out
 
@@ -136,7 +125,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=norm_kernel,
                 name=f"norm {'add ' if add else ''}{size} x {inner}{f' of {parts} parts' if parts > 1 else ''}{' early' * early}",
-                signature=pointers | {"rows": "i32", "inner": "i32"} | strides | {"epsilon": "fp32"},
+                types=pointers | {"rows": "i32", "inner": "i32"} | strides | {"epsilon": "fp32"},
                 constants=dict(constants),
                 warps=warps,
                 early=early,

@@ -103,7 +103,7 @@ def compilations() -> list[Compilation]:
                 Compilation(
                     kernel=kernel,
                     name=f"{name} {dtype}",
-                    signature=signature,
+                    types=signature,
                     constants={"BLOCK": BLOCK_SIZE},
                     warps=WARPS,
                     hot=True,

@@ -27,7 +27,7 @@ WARPS = 4
 def partial_rotary_kernel(
     x: tl.tensor,  # [tokens, heads, SIZE], dense within a token
     target: tl.tensor,  # the same, or a cache, [slots, SIZE]
-    gains: tl.tensor,  # [SIZE]; unused without GAINED
+    gains: tl.tensor,  # [SIZE]; unused without KEPT
     table: tl.tensor,  # [tokens, 2, 1, TURNED], dense
     slots: tl.tensor,  # [tokens]; unused without KEPT
     heads: tl.tensor,
@@ -40,8 +40,7 @@ def partial_rotary_kernel(
     HALF: tl.constexpr,  # half of the rotary features, rounded up to a power of two
     HEADS: tl.constexpr,
     NORMAL: tl.constexpr,
-    GAINED: tl.constexpr,
-    KEPT: tl.constexpr,  # written to the cache; else heads are changed in place
+    KEPT: tl.constexpr,  # keys: their norm has gains, and they are written to the cache; else heads are changed in place
     BACK: tl.constexpr,
 ) -> None:
     """Normalizes and rotates HEADS heads of one token."""
@@ -67,9 +66,9 @@ def partial_rotary_kernel(
         tl.debug_barrier()  # all threads have read before any writes
         wide = whole.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
-        still = _normal(whole, scale, gains, feature, feature < SIZE, GAINED)
-        low = _normal(low, scale, gains, low_at, within, GAINED)
-        high = _normal(high, scale, gains, high_at, within, GAINED)
+        still = _normal(whole, scale, gains, feature, feature < SIZE, KEPT)
+        low = _normal(low, scale, gains, low_at, within, KEPT)
+        high = _normal(high, scale, gains, high_at, within, KEPT)
         tl.store(kept + feature[None, :], still, mask=held & (feature < SIZE - TURNED)[None, :])
     else:
         tl.debug_barrier()
@@ -106,7 +105,7 @@ def write_keys(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache:
     assert cache.stride(3) == 1
     assert table.is_contiguous()
     if len(keys):
-        constants = _constants(keys.shape[1], table.shape[-1], 1, normal=True, gained=True)
+        constants = _constants(keys.shape[1], table.shape[-1], 1, normal=True, kept=True)
         partial_rotary_kernel[(len(keys), 1)](
             keys,
             cache,
@@ -123,10 +122,7 @@ def write_keys(keys: Tensor, gains: Tensor, table: Tensor, slots: Tensor, cache:
         )
 
 
-def _constants(
-    size: int, turned: int, heads: int, normal: bool = False, gained: bool = False, back: bool = False
-) -> dict[str, Any]:
-    """gained: for keys, which have gains and are written to the cache."""
+def _constants(size: int, turned: int, heads: int, normal: bool = False, kept: bool = False, back: bool = False) -> dict[str, Any]:
     half, padded = max(1, triton.next_power_of_2(turned // 2)), triton.next_power_of_2(size)
     together = max(1, NUMBERS // padded) if normal else WARP * WARPS // half
     return {
@@ -136,8 +132,7 @@ def _constants(
         "HALF": half,
         "HEADS": max(1, min(together, triton.next_power_of_2(heads))),
         "NORMAL": normal,
-        "GAINED": gained,
-        "KEPT": gained,
+        "KEPT": kept,
         "BACK": back,
     }
 
@@ -148,11 +143,11 @@ def compilations() -> list[Compilation]:
     for name, dtype, heads, constants in (
         ("queries", "bf16", 64, _constants(512, 64, 64, normal=True)),
         ("queries fp32", "fp32", 64, _constants(512, 64, 64, normal=True)),
-        ("keys", "bf16", 1, _constants(512, 64, 1, normal=True, gained=True)),
+        ("keys", "bf16", 1, _constants(512, 64, 1, normal=True, kept=True)),
         ("back", "bf16", 64, _constants(512, 64, 64, back=True)),
         ("index", "bf16", 64, _constants(128, 64, 64)),
     ):
-        types = dict.fromkeys(("x", "target", "gains", "table"), f"*{dtype}") | {"slots": "*i64"}
+        types = dict.fromkeys(("x", "target", "gains", "table"), f"*{dtype}")
         types["slots"] = "*i64" if constants["KEPT"] else f"*{dtype}"
         numbers = {"heads": "i32", "stride": "i32:16", "target_stride": "i32:16", "epsilon": "fp32"}
         # With one head, Triton specializes on that number, as on a constant.
@@ -161,7 +156,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=partial_rotary_kernel,
                 name=f"turning {name}",
-                signature=types | ({key: kind for key, kind in numbers.items() if key not in own}),
+                types=types | numbers,
                 constants=own,
                 warps=WARPS,
                 hot=True,

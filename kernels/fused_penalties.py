@@ -146,7 +146,7 @@ def compilations() -> list[Compilation]:
         Compilation(
             kernel=kernel,
             name=f"sampling {name}",
-            signature={argument: types[argument] for argument in kernel.arg_names if argument != "BLOCK"},
+            types=types,
             constants={"BLOCK": ENTRIES},
         )
         for name, kernel in (("tally", tally_kernel), ("penalize", penalize_kernel), ("restore", restore_kernel))

@@ -6,13 +6,12 @@
 One program for each token.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .compilation import EIGHT_BIT_TARGETS, Compilation
-from .fused_rotary import clamped_for_cache
+from .fused_rotary import clamped_for_cache, most_of
 
 WARPS = 4
 
@@ -70,7 +69,6 @@ def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cach
     assert all(x.is_contiguous() for x in (keys, gates, places, slots))
     assert cache.stride(3) == 1
     if len(keys):
-        most = torch.finfo(cache.dtype).max if cache.dtype != keys.dtype else 0.0
         pools_kernel[(len(keys),)](
             keys,
             gates,
@@ -78,7 +76,7 @@ def write_pools(keys: Tensor, gates: Tensor, places: Tensor, slots: Tensor, cach
             slots,
             cache,
             cache.stride(0),
-            **_constants(len(places), places.shape[1], most),
+            **_constants(len(places), places.shape[1], most_of(cache, keys.dtype)),
             num_warps=WARPS,
             enable_fp_fusion=False,
         )
@@ -104,7 +102,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=pools_kernel,
                 name=f"pools {dtype}{' fp8' * (most > 0)}",
-                signature=types,
+                types=types,
                 constants=_constants(16, 128, most),
                 warps=WARPS,
                 hot=True,

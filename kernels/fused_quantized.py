@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .codes import BITS, FP4_BLOCKS, MIDDLES, QuantizedWeight, factors_of
-from .compilation import AMD, NVIDIA, Compilation
+from .compilation import VENDORS, Compilation
 from .dispatch import on_nvidia
 from .fused_skinny_gemm import INTERPRET, dot
 from .linear import Product
@@ -344,9 +344,10 @@ def compilations() -> list[Compilation]:
         "nvfp4": ("nvfp4", 16, False, 4096, 6144, "bf16"),
         "nvfp4, short runs": ("nvfp4", 16, False, 2720, 1000, "fp16"),
     }
-    kinds = {"": NVIDIA, "amd": AMD}
     found = []
-    for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(cases.items(), kinds.items()):
+    for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(
+        cases.items(), VENDORS.items()
+    ):
         run = _run(kind, inputs, block)
         meant_by = format_constants(kind, inputs, block, run, zeros, kind == "nvfp4")
         pointers = {"out": f"*{dtype}", "codes": "*u8", "scales": scale_type(kind, run), "zeros": "*u8", "factors": "*fp32"}
@@ -355,7 +356,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=unpack_kernel,
                 name=f"unpack {name} {kindred}".rstrip(),
-                signature=pointers | {"outputs": "i32:16"},
+                types=pointers | {"outputs": "i32:16"},
                 constants=dict(unpacking),
                 warps=WARPS,
                 targets=targets,
@@ -369,7 +370,7 @@ def compilations() -> list[Compilation]:
                 Compilation(
                     kernel=quantized_kernel,
                     name=f"quantized {name} {rows} {kindred}".rstrip(),
-                    signature=pointers | {"x": f"*{dtype}", "bias": f"*{dtype}"} | numbers,
+                    types=pointers | {"x": f"*{dtype}", "bias": f"*{dtype}"} | numbers,
                     constants=dict(constants),
                     warps=WARPS,
                     stages=tile["STAGES"],

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, EIGHT_BIT_TARGETS, Compilation
-from .dependent_launch import on, options, wait
+from .dependent_launch import begin_early, wait
 
 # Elements per program, of several heads: 16 a thread in 4 warps.
 TILE = 2048
@@ -54,6 +54,11 @@ def rotated(low, high, cosine, sine):  # type: ignore[no-untyped-def]
     turned_low = ((wide_low * cosine).to(dtype).to(tl.float32) - wide_high * sine).to(dtype)
     turned_high = ((wide_high * cosine).to(dtype).to(tl.float32) + wide_low * sine).to(dtype)
     return turned_low, turned_high
+
+
+def most_of(cache: Tensor, dtype: torch.dtype) -> float:
+    """MOST of `clamped_for_cache` for keys and values of `dtype`."""
+    return torch.finfo(cache.dtype).max if cache.dtype != dtype else 0.0
 
 
 @triton.jit
@@ -193,7 +198,6 @@ def _launch(
     assert joint.stride(1) == 1
     assert table.is_contiguous()
     half, at_once = _tile(size)
-    early = on(joint.device)
     rotary_kernel[(len(joint), triton.cdiv(heads + (1 if keys else 2) * kv_heads, at_once))](
         joint,
         table,
@@ -216,11 +220,10 @@ def _launch(
         SCALED=scales is not None,
         WRITES=kv_heads > 0,
         KEYS=keys,
-        MOST=torch.finfo(cache.dtype).max if cache.dtype != joint.dtype else 0.0,
-        EARLY=early,
+        MOST=most_of(cache, joint.dtype),
         num_warps=WARPS,
         enable_fp_fusion=False,
-        **options(early),
+        **begin_early(joint.device),
     )
 
 
@@ -263,7 +266,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=rotary_kernel,
                 name=f"{kind} {size} {dtype}{' fp8' * small}{' early' * early}",
-                signature=pointers | numbers,
+                types=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 early=early,

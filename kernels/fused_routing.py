@@ -235,7 +235,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=route_kernel,
                 name=f"route {name}",
-                signature=pointers | {"logits": "*fp32" if scored else "*bf16"},
+                types=pointers | {"logits": "*fp32" if scored else "*bf16"},
                 constants=constants,
                 warps=1,
                 hot=True,
@@ -247,7 +247,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=sort_kernel,
                 name=f"sort {size} by {experts}",
-                signature=dict.fromkeys(("order", "starts", "numbers"), "*i64") | {"pairs": "i32"},
+                types=dict.fromkeys(("order", "starts", "numbers"), "*i64") | {"pairs": "i32"},
                 constants=sizes,
                 warps=WARPS,
                 hot=True,

@@ -568,7 +568,7 @@ def compilations() -> list[Compilation]:
         Compilation(
             kernel=kernel,
             name=f"sampling {name}",
-            signature={argument: _TYPES[argument] for argument in kernel.arg_names if argument not in constants},
+            types=_TYPES,
             constants=dict(constants),
             warps=warps,
             targets=(NVIDIA if constants["CUDA"] else AMD) if "CUDA" in constants else (),

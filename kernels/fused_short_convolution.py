@@ -8,12 +8,14 @@ tokens, too. Windows are written by a launch of their own, when all programs tha
 
 import itertools
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
 from .fused_gated_delta import update_windows
+from .spans import Spans
 
 # Tile of a program; a decode step's spans have one token each, but little is computed in vain.
 TOKENS, CHANNELS = 16, 128
@@ -94,31 +96,27 @@ def convolve(
     gates: Tensor,
     taps: Tensor,
     biases: Tensor | None,
-    starts: Tensor,
-    slots: Tensor,
-    fresh: Tensor,
-    sure: Tensor,
+    spans: Spans,
     windows: Tensor,
-    longest: int,
-    out: Tensor,
 ) -> Tensor:
-    """`short_convolution.short_convolution` into `out`; longest: most tokens of a span; out: dense; mixed and gates: their last
-    dimension dense; windows: each slot dense; the rest: dense. At least one span."""
+    """`short_convolution.short_convolution`. mixed and gates: their last dimension dense; windows: each slot dense; the rest:
+    dense. At least one span."""
     (tokens, channels), width = mixed.shape, taps.shape[1]
     assert mixed.stride(1) == gates.stride(1) == 1
-    assert out.is_contiguous()
     assert taps.is_contiguous()
     assert windows.stride()[1:] == (channels, 1)
-    assert mixed.dtype == gates.dtype == windows.dtype == out.dtype
-    convolution_kernel[(len(slots), triton.cdiv(channels, CHANNELS), triton.cdiv(longest, TOKENS))](
+    assert mixed.dtype == gates.dtype == windows.dtype
+    out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
+    grid = len(spans.slots), triton.cdiv(channels, CHANNELS), triton.cdiv(max(spans.lengths), TOKENS)
+    convolution_kernel[grid](
         out,
         mixed,
         gates,
         taps,
         biases,
-        starts,
-        slots,
-        fresh,
+        spans.starts,
+        spans.slots,
+        spans.fresh,
         windows,
         tokens,
         channels,
@@ -132,7 +130,7 @@ def convolve(
         num_warps=4,
         enable_fp_fusion=True,
     )
-    update_windows(mixed, starts, slots, fresh, sure, windows, width)
+    update_windows(mixed, spans, windows)
     return out
 
 
@@ -140,7 +138,7 @@ def compilations() -> list[Compilation]:
     """LFM2's three taps, gates being columns of one product."""
     found = []
     for dtype, biased in itertools.product(("bf16", "fp32"), (False, True)):
-        types = dict.fromkeys(("out", "mixed", "gates", "taps", "windows"), f"*{dtype}")
+        types = dict.fromkeys(("out", "mixed", "gates", "taps", "biases", "windows"), f"*{dtype}")
         types |= dict.fromkeys(("starts", "slots", "fresh"), "*i64") | {"tokens": "i32"}
         types |= dict.fromkeys(("channels", "mixed_stride", "gates_stride", "windows_stride"), "i32:16")
         nothing: dict[str, object] = {} if biased else {"biases": None}
@@ -149,7 +147,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=convolution_kernel,
                 name=f"short convolution {dtype}{' biased' * biased}",
-                signature=types | ({"biases": f"*{dtype}"} if biased else {}),
+                types=types,
                 constants=nothing | sizes,
                 fuse=True,
                 hot=True,

@@ -41,7 +41,7 @@ from triton import knobs
 
 from . import fused_gemv
 from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
-from .dependent_launch import on, options, prefetch, wait_then_launch
+from .dependent_launch import begin_early, prefetch, wait_then_launch
 from .fused_activation import product_epilogue
 from .fused_norm import rms_norm
 from .paged_attention import TARGETS, device_class, processors_of
@@ -166,10 +166,7 @@ def product(
     if rows:
         if gains is not None:
             x = rms_norm(x, gains, epsilon, torch.empty_like(x))
-        constants, early = (
-            _constants(rows, inputs, outputs, parts, gated, x.element_size(), *_machine(x.device)),
-            on(x.device, True),
-        )
+        constants = _constants(rows, inputs, outputs, parts, gated, x.element_size(), *_machine(x.device))
         product_kernel[(triton.cdiv(outputs, constants["COLUMNS"]), parts)](
             out,
             x,
@@ -185,11 +182,10 @@ def product(
             ADD=add,
             BIASED=bias is not None,
             WIDEN=INTERPRET,
-            EARLY=early,
             num_warps=WARPS,
             num_stages=constants["STAGES"],
             enable_fp_fusion=True,
-            **options(early),
+            **begin_early(x.device, product=True),
         )
     return out
 
@@ -270,7 +266,7 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=product_kernel,
                 name=f"product {case.name} {rows} {GENERATIONS[generation]}".rstrip(),
-                signature=pointers | numbers,
+                types=pointers | numbers,
                 constants=constants,
                 warps=WARPS,
                 stages=constants["STAGES"],

@@ -64,4 +64,4 @@ def compilations() -> list[Compilation]:
     """The only kernel."""
     pointers = {"logits": "*fp32", "values": "*fp32", "ids": "*i64", "totals": "*fp32"}
     numbers = {"vocabulary": "i32:16", "stride": "i32:16", "count": "i32"}
-    return [Compilation(kernel=top_kernel, name="top", signature=pointers | numbers, constants={"SIZE": SPLIT}, warps=WARPS)]
+    return [Compilation(kernel=top_kernel, name="top", types=pointers | numbers, constants={"SIZE": SPLIT}, warps=WARPS)]

@@ -65,8 +65,7 @@ def gated_delta(
         from .fused_gated_delta import Inputs
 
         inputs = Inputs(mixed, strengths, fades, taps, None, rates, offsets, None, LENGTH_EPSILON, (bound, strongest))
-        out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        return attend_in_chunks(inputs, spans, states, out)
+        return attend_in_chunks(inputs, spans, states)
     strong = strengths.float().sigmoid().mul_(strongest).t().unsqueeze(2)  # [heads, tokens, 1]
     far = (fades.float() + offsets).view(len(mixed), len(rates), -1)
     far = rates[:, None] * (-far if bound else functional.softplus(far))

@@ -192,7 +192,7 @@ def _compilation(
     return Compilation(
         kernel=attend_many,
         name=f"hopper attend many {SIZE} {short} ratio {ratio} page {page_size}{' trees' * trees}",
-        signature=signature,
+        types=signature,
         constants=constants(8, ratio, 8 * SIZE, page_size, trees),
         warps=WARPS,
         fuse=True,

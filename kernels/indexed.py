@@ -37,15 +37,12 @@ class TokenSelection:
     most: int  # how many tokens one attends to
     # Choices already made, by the first token of each group in the step: layers without an indexer of their own reuse them.
     chosen: dict[int, Tensor] = field(default_factory=dict)
-
-    @property
-    def members(self) -> int:
-        """Tokens of one unit of choice: 1, since tokens are chosen one by one."""
-        return 1
+    members: int = 1  # tokens of one unit of choice (a pool, a compressed entry)
+    keys: Tensor | None = None  # a layer's separate index keys, of all tokens, [slots, 1, 1, size]; None: they are behind latents
 
     def held(self, layer: Tensor, latent: int) -> Tensor:
-        """The indexer's keys of all tokens in a layer of the cache, where they stand behind latents of so many features."""
-        return layer[..., latent:]
+        """The indexer's keys of all tokens: in a layer of the cache behind latents of so many features, or in their own tensor."""
+        return layer[..., latent:] if self.keys is None else self.keys
 
     def best(self, found: Tensor, last: Tensor) -> Tensor:
         """The units that tokens attend to, given their scores of all, [tokens, units]. last: the tokens' positions, [tokens, 1]."""
@@ -57,23 +54,57 @@ class TokenSelection:
         own = slice(start, start + rows * queries)
         return self.queries[own].view(rows, queries, *self.queries.shape[1:]), self.weights[own].view(rows, queries, -1)
 
+    def masked(self, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+        """The attention mask `hidden`, [rows, 1, queries, length] with -inf where a key is masked, which also masks all that isn't
+        chosen.
+
+        keys: [rows, length or more, size], the indexer's, or of no size in a layer without one; start: the rows' first token in the
+        step.
+        """
+        keys = keys if hidden is None else keys[:, : hidden.shape[3]]
+        if keys.shape[1] <= self.most:
+            return hidden
+        if start not in self.chosen:
+            found = scores(*self.of(start, len(keys), queries), keys)
+            if hidden is not None:
+                found += hidden[:, 0]
+            best = found.sort(dim=2, descending=True, stable=True).indices
+            self.chosen[start] = best[:, :, : self.most].clone()  # a copy, so that the sorted indices of all keys are freed
+        others = torch.full((len(keys), queries, keys.shape[1]), -torch.inf, device=keys.device)
+        others = others.scatter_(2, self.chosen[start], 0.0).unsqueeze(1)
+        return (others if hidden is None else others + hidden).to(self.queries.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class PoolSelection(TokenSelection):
     """As `TokenSelection`, but whole pools of tokens are chosen. For chains only: tokens stand by their positions."""
-
-    members: int = 1  # tokens of a pool
-    keys: Tensor | None = None  # a layer's separate index keys, of all tokens, [slots, 1, 1, size]; None: they are behind latents
-
-    def held(self, layer: Tensor, latent: int) -> Tensor:
-        """The indexer's keys: behind the latents, or in a tensor of their own."""
-        return layer[..., latent:] if self.keys is None else self.keys
 
     def best(self, found: Tensor, last: Tensor) -> Tensor:
         """The best complete pools, followed by the incomplete one, of which a token always sees what there is."""
         count, whole = self.most // self.members, (last.long() + 1) // self.members
         best = functional.pad(found.topk(count).indices, (0, 1))
         return best.scatter_(1, whole.clamp(max=count), whole)
+
+    def masked(self, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+        """See TokenSelection. keys may be followed by gates."""
+        keys = keys if hidden is None else keys[:, : hidden.shape[3]]
+        rows, length, pool, size = *keys.shape[:2], self.members, self.queries.shape[2]
+        if length <= self.most:
+            return hidden
+        seen = torch.full((1, 1, 1), length, device=keys.device)
+        if hidden is not None:
+            seen = hidden[:, 0].isfinite().sum(2, keepdim=True)
+        whole = seen // pool  # number of pools that a token sees all of: [rows, queries, 1]
+        if start not in self.chosen:
+            found = scores(*self.of(start, rows, queries), keys[:, pool - 1 :: pool, :size])
+            unseen = torch.arange(found.shape[2], device=keys.device) >= whole
+            best = found.masked_fill_(unseen, -torch.inf).sort(dim=2, descending=True, stable=True).indices
+            self.chosen[start] = best[:, :, : self.most // pool].clone()
+        last = whole.expand(rows, queries, 1)
+        others = torch.full((rows, queries, length // pool + 1), -torch.inf, device=keys.device)
+        others = others.scatter_(2, self.chosen[start], 0.0).scatter_(2, last, 0.0)
+        others = others.repeat_interleave(pool, 2)[..., :length].unsqueeze(1)
+        return (others if hidden is None else others + hidden).to(self.queries.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +123,26 @@ class BlockSelection:
         behind = last // self.block - torch.arange(scores.shape[-1], device=scores.device)
         return scores.masked_fill_((behind >= 0) & (behind < self.local), torch.inf)
 
+    def masked(self, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
+        """As `TokenSelection.masked`, but a mask of each key head: [rows, kv_heads, queries, length]. For chains only, whose keys
+        stand by their positions."""
+        keys = keys if hidden is None else keys[:, : hidden.shape[3]]
+        rows, length, size = keys.shape
+        if length <= self.most:
+            return hidden
+        asking = self.queries[start : start + rows * queries].view(rows, queries, -1, size).transpose(1, 2)
+        found = asking.float() @ keys.float().transpose(1, 2).unsqueeze(1)
+        seen = torch.full((1, 1, 1), length, device=keys.device)
+        if hidden is not None:
+            found += hidden
+            seen = hidden.isfinite().sum(3)
+        blocks = -(-length // self.block)
+        found = functional.pad(found, (0, blocks * self.block - length), value=-torch.inf)
+        best = self.prefer(found.view(*found.shape[:3], blocks, self.block).amax(4), seen.unsqueeze(3) - 1)
+        chosen = best.sort(dim=3, descending=True, stable=True).indices[..., : self.most // self.block]
+        others = torch.full_like(best, -torch.inf).scatter_(3, chosen, 0.0).repeat_interleave(self.block, 3)[..., :length]
+        return (others if hidden is None else others + hidden).to(self.queries.dtype)
+
 
 def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """The indexer's scores of all keys: [rows, queries, length] float32. Computed head by head, since all at once may be large.
@@ -104,66 +155,3 @@ def scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         found = queries[:, :, head].float() @ turned
         result.addcmul_(found.relu_(), weights[:, :, head, None])
     return result
-
-
-def narrowed(asked: TokenSelection, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
-    """The attention mask `hidden`, [rows, 1, queries, length] with -inf where a key is masked, which also masks all that isn't
-    chosen.
-
-    keys: [rows, length or more, size], the indexer's, or of no size in a layer without one; start: the rows' first token in the
-    step.
-    """
-    keys = keys if hidden is None else keys[:, : hidden.shape[3]]
-    if keys.shape[1] <= asked.most:
-        return hidden
-    if start not in asked.chosen:
-        found = scores(*asked.of(start, len(keys), queries), keys)
-        if hidden is not None:
-            found += hidden[:, 0]
-        best = found.sort(dim=2, descending=True, stable=True).indices
-        asked.chosen[start] = best[:, :, : asked.most].clone()  # a copy, so that the sorted indices of all keys are freed
-    others = torch.full((len(keys), queries, keys.shape[1]), -torch.inf, device=keys.device)
-    others = others.scatter_(2, asked.chosen[start], 0.0).unsqueeze(1)
-    return (others if hidden is None else others + hidden).to(asked.queries.dtype)
-
-
-def masked_by_pools(asked: PoolSelection, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
-    """As `narrowed`, where pools are chosen; keys may be followed by gates. For chains only, whose keys stand by their
-    positions."""
-    keys = keys if hidden is None else keys[:, : hidden.shape[3]]
-    rows, length, pool, size = *keys.shape[:2], asked.members, asked.queries.shape[2]
-    if length <= asked.most:
-        return hidden
-    seen = hidden[:, 0].isfinite().sum(2, keepdim=True) if hidden is not None else torch.full((1, 1, 1), length, device=keys.device)
-    whole = seen // pool  # number of pools that a token sees all of: [rows, queries, 1]
-    if start not in asked.chosen:
-        found = scores(*asked.of(start, rows, queries), keys[:, pool - 1 :: pool, :size])
-        unseen = torch.arange(found.shape[2], device=keys.device) >= whole
-        best = found.masked_fill_(unseen, -torch.inf).sort(dim=2, descending=True, stable=True).indices
-        asked.chosen[start] = best[:, :, : asked.most // pool].clone()
-    last = whole.expand(rows, queries, 1)
-    others = torch.full((rows, queries, length // pool + 1), -torch.inf, device=keys.device)
-    others = others.scatter_(2, asked.chosen[start], 0.0).scatter_(2, last, 0.0)
-    others = others.repeat_interleave(pool, 2)[..., :length].unsqueeze(1)
-    return (others if hidden is None else others + hidden).to(asked.queries.dtype)
-
-
-def masked_by_blocks(asked: BlockSelection, keys: Tensor, start: int, queries: int, hidden: Tensor | None) -> Tensor | None:
-    """As `narrowed`, where each key head chooses blocks: a mask [rows, kv_heads, queries, length]. For chains only, whose keys
-    stand by their positions."""
-    keys = keys if hidden is None else keys[:, : hidden.shape[3]]
-    rows, length, size = keys.shape
-    if length <= asked.most:
-        return hidden
-    asking = asked.queries[start : start + rows * queries].view(rows, queries, -1, size).transpose(1, 2)
-    found = asking.float() @ keys.float().transpose(1, 2).unsqueeze(1)
-    seen = torch.full((1, 1, 1), length, device=keys.device)
-    if hidden is not None:
-        found += hidden
-        seen = hidden.isfinite().sum(3)
-    blocks = -(-length // asked.block)
-    found = functional.pad(found, (0, blocks * asked.block - length), value=-torch.inf)
-    best = asked.prefer(found.view(*found.shape[:3], blocks, asked.block).amax(4), seen.unsqueeze(3) - 1)
-    chosen = best.sort(dim=3, descending=True, stable=True).indices[..., : asked.most // asked.block]
-    others = torch.full_like(best, -torch.inf).scatter_(3, chosen, 0.0).repeat_interleave(asked.block, 3)[..., :length]
-    return (others if hidden is None else others + hidden).to(asked.queries.dtype)

@@ -74,8 +74,7 @@ def take(streams: Tensor, taken: Tensor, normal: Tensor, taps: Tensor, apart: in
     if triton_for(streams):
         from .fused_ngrams import take as fused
 
-        known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows
-        return fused(streams, taken, normal, taps, apart, *known, max(spans.lengths))
+        return fused(streams, taken, normal, taps, apart, spans, states.windows)
     whole = streams.view(len(streams), -1)
     for piece, found in causal_convolution(normal, taps, None, spans, states):
         sums = piece.rows(whole)

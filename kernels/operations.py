@@ -31,9 +31,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) ->
     residual.
     """
     if triton_for(x):
-        from .fused_norm import add_rms_norm as fused
+        from .fused_norm import rms_norm as fused
 
-        return fused(x, residual, weight, epsilon, x if x.dim() == 2 else torch.empty_like(residual))
+        return fused(x, weight, epsilon, x if x.dim() == 2 else torch.empty_like(residual), residual)
     return reference.rms_norm(residual.add_(x if x.dim() == 2 else x.sum(0)), weight, epsilon)
 
 

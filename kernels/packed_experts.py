@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .codes import BITS, QuantizedWeight, zeros_of
-from .compilation import AMD, NVIDIA, Compilation
+from .compilation import VENDORS, Compilation
 from .dispatch import on_nvidia
 from .fused_activation import limited, silu_or_gelu
 from .fused_experts import few_pairs, find
@@ -349,9 +349,8 @@ def compilations() -> list[Compilation]:
         "8 x 14336 int8": (8, 2, 4096, 14336, "int8", 4096, False),
         "128 x 1856 fp8 squared": (128, 6, 2688, 1856, "fp8", 128, False),
     }
-    kinds = {"": NVIDIA, "amd": AMD}
     found = []
-    for (model, case), few, inward, kindred in itertools.product(models.items(), (True, False), (True, False), kinds):
+    for (model, case), few, inward, kindred in itertools.product(models.items(), (True, False), (True, False), VENDORS):
         number, chosen, inputs, outputs, kind, block, zeros = case
         biased, squared = kind == "fp4", inward and "squared" in model
         gated = inward and not squared
@@ -377,13 +376,13 @@ def compilations() -> list[Compilation]:
             Compilation(
                 kernel=packed_kernel,
                 name=f"packed {model} {part} {'few' if few else 'many'} {kindred}".rstrip(),
-                signature=pointers,
+                types=pointers,
                 constants=constants,
                 warps=WARPS,
                 stages=tile["STAGES"],
                 fuse=True,
                 hot=True,
-                targets=kinds[kindred],
+                targets=VENDORS[kindred],
             )
         )
     return found

@@ -19,9 +19,9 @@ from triton import knobs
 
 from . import hopper_attention
 from . import work_list as cutting
-from .attention import AttentionOptions, CapacityExceeded, Row
-from .compilation import EARLY_TARGETS, Compilation
-from .dependent_launch import on, options
+from .attention import Array, AttentionOptions, CapacityExceeded, Row
+from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
+from .dependent_launch import begin_early
 from .layout import LayerKind
 from .paged_kernels import attend, merge
 from .work_list import Item, Tile, Work
@@ -234,7 +234,7 @@ def plan(
 
 
 def plan_single_tokens(
-    seen: "numpy.ndarray[Any, Any]", apart: int, kind: LayerKind, device: torch.device, dtype: torch.dtype, page_size: int = 1
+    seen: Array, apart: int, kind: LayerKind, device: torch.device, dtype: torch.dtype, page_size: int = 1
 ) -> Plan:
     """The plan of rows of one token each, which see so many keys. Page tables, of `apart` entries each, are given later
     (`Plan.chosen`)."""
@@ -311,10 +311,10 @@ class _Writer:
     """Lays out the arrays of a plan in one buffer."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[int, numpy.ndarray[Any, Any]]] = []
+        self._parts: list[tuple[int, Array]] = []
         self._length = 0
 
-    def add(self, array: "numpy.ndarray[Any, Any]", room: int | None) -> _Place:
+    def add(self, array: Array, room: int | None) -> _Place:
         """Appends an array. room: rows to reserve, zeroed beyond those of `array`. Raises CapacityExceeded if there are more."""
         if room is not None and room < len(array):
             raise CapacityExceeded(f"a plan with room for {room} was given {len(array)}")
@@ -337,13 +337,13 @@ def _room(capacity: Capacity | None, what: str) -> int | None:
     return room
 
 
-def _pages(rows: Sequence[Row], page_size: int) -> "numpy.ndarray[Any, Any]":
+def _pages(rows: Sequence[Row], page_size: int) -> Array:
     widths = [cutting.width(row, page_size) for row in rows]
     used = (row.pages if len(row.pages) == width else row.pages[:width] for row, width in zip(rows, widths, strict=True))
     return numpy.fromiter(chain.from_iterable(used), numpy.int32, sum(widths))
 
 
-def _masks(table: cutting.Table, trees: bool) -> "numpy.ndarray[Any, Any]":
+def _masks(table: cutting.Table, trees: bool) -> Array:
     words = numpy.zeros((len(table.positions) if trees else 0, WORDS // 2), numpy.uint64)
     for row, start in zip(table.rows, table.starts, strict=False):  # tables of `work_list.single_token_table` have no rows
         if row.parents is not None:
@@ -373,58 +373,37 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
     if query.stride(1) != size or query.stride(2) != 1 or cache.stride()[2:] != (cache.shape[3], 1):
         raise ValueError("a token's heads, and a slot's keys, or its values, must lie side by side")
     launch = plan.launches[how.window]
-    window = 0 if launch.kind.chunked else how.window  # then items begin where the chunk does
-    kv_heads, ratio = launch.kind.kv_heads, launch.kind.ratio
-    scaled, early = how.scales is not None, on(query.device)
+    kind = launch.kind
+    window = 0 if kind.chunked else how.window  # then items begin where the chunk does
     output = torch.empty((tokens, heads, values), dtype=query.dtype, device=query.device)
     pieces = len(launch.pieces)
     partials = torch.empty((pieces, heads, values), dtype=torch.float32, device=query.device)
     weights = torch.empty((pieces, heads), dtype=torch.float32, device=query.device)
+    of_scales, of_sinks = (given if given is not None else weights for given in (how.scales, sinks))  # weights: not read
     for tile, items, trees in zip(launch.tiles, launch.items, launch.trees, strict=True):
-        if len(items) and hopper_attention.able(query, cache, launch.kind, tile, plan.page_size, how):
-            step = items, plan.listed, plan.positions, plan.masks, plan.pages
-            layer = launch.kind, plan.page_size, how.scale, trees, processors_of(query.device)
-            hopper_attention.attend(output, partials, weights, query, cache, *step, *layer)
-        elif len(items):
-            tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)
-            attend[(len(items) * kv_heads,)](
-                output,
-                partials,
-                weights,
-                query,
-                cache,
-                items,
-                plan.listed,
-                plan.positions,
-                plan.masks,
-                plan.pages,
-                how.scales if how.scales is not None else weights,
-                sinks if sinks is not None else weights,
-                query.stride(0),
-                how.scale,
-                how.softcap,
-                window,
-                **_constants(
-                    kv_heads,
-                    ratio,
-                    values,
-                    turned,
-                    cache.stride(0),
-                    0 if latent else cache.stride(1),
-                    plan.page_size,
-                    tile,
-                    window,
-                    how.softcap,
-                    trees,
-                    scaled,
-                    sinks is not None,
-                ),
-                EARLY=early,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                enable_fp_fusion=True,
-                **options(early),
-            )
+        if not len(items):
+            continue
+        held = output, partials, weights, query, cache, items, plan.listed, plan.positions, plan.masks, plan.pages
+        if hopper_attention.able(query, cache, kind, tile, plan.page_size, how):
+            hopper_attention.attend(*held, kind, plan.page_size, how.scale, trees, processors_of(query.device))
+            continue
+        tile = narrowed(tile, size, cache.dtype != query.dtype or window > 0)
+        width, apart = cache.stride(0), 0 if latent else cache.stride(1)
+        layer = kind.kv_heads, kind.ratio, values, turned, width, apart, plan.page_size, tile, window, how.softcap
+        attend[(len(items) * kind.kv_heads,)](
+            *held,
+            of_scales,
+            of_sinks,
+            query.stride(0),
+            how.scale,
+            how.softcap,
+            window,
+            **_constants(*layer, trees, how.scales is not None, sinks is not None),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=True,
+            **begin_early(query.device),
+        )
     if len(launch.entries):
         constants = _merge_constants(heads, values, sinks is not None, plan.pieces, len(launch.entries))
         merge[(len(launch.entries) * triton.cdiv(heads, constants["TOGETHER"]),)](
@@ -433,12 +412,11 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
             weights,
             launch.entries,
             launch.pieces,
-            sinks if sinks is not None else weights,
+            of_sinks,
             **constants,
-            EARLY=early,
             num_warps=MERGE_WARPS,
             enable_fp_fusion=True,
-            **options(early),
+            **begin_early(query.device),
         )
     return output
 
@@ -487,7 +465,7 @@ def _constants(
     }
 
 
-def _merge_constants(heads: int, size: int, sinks: bool, pieces: int = PIECES, entries: int = 1) -> dict[str, Any]:
+def _merge_constants(heads: int, size: int, sinks: bool, pieces: int, entries: int) -> dict[str, Any]:
     padded = triton.next_power_of_2(size)
     # With many tokens most may have nothing to merge, so several heads per program start fewer programs in vain. Not where partials
     # come one at a time (batch invariance): with several heads the compiler contracts other multiplications, which changes bits.
@@ -548,12 +526,12 @@ def compilations() -> list[Compilation]:
 
 
 def _merge_compilation(size: int, *, entries: int = 1, early: bool = False, sinks: bool = False) -> Compilation:
-    constants = _merge_constants(32, size, sinks, entries=entries) | {"EARLY": early}
+    constants = _merge_constants(32, size, sinks, PIECES, entries) | {"EARLY": early}
     signature = {"output": "*bf16", "partials": "*fp32", "weights": "*fp32", "entries": "*i32", "pieces": "*i32", "sinks": "*fp32"}
     return Compilation(
         kernel=merge,
         name=f"merge {size}{' of many' * (entries > 1)}{' early' * early}{' sinks' * sinks}",
-        signature=signature,
+        types=signature,
         constants=constants,
         warps=MERGE_WARPS,
         fuse=True,
@@ -617,13 +595,13 @@ def _compilation(
         "e4m3" * eight_bits,
         "sinks" * sinks,
         "early" * early,
-        {0: "amd", 8: "ampere", 9: ""}[generation],
+        GENERATIONS[generation],
     ]
     name = " ".join([f"attend {('one', 'few', 'many')[kind]} {size} {short} ratio {ratio} page {page_size}", *filter(None, marks)])
     return Compilation(
         kernel=attend,
         name=name,
-        signature=signature,
+        types=signature,
         constants=constants,
         warps=tile.warps,
         stages=tile.stages,

@@ -5,7 +5,7 @@ The torch implementation (`attention.py`, `shared_prefixes.py`) is the reference
 serves accelerators.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
@@ -41,11 +41,6 @@ Unexpanded: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Pla
 Plan: TypeAlias = "Unexpanded | expanded.Plan"
 
 
-def by_triton(layout: AttentionLayout) -> bool:
-    """Whether the Triton kernels compute this layout's attention; their plan is complete once its tensors are on the device."""
-    return triton_on(layout.device)
-
-
 def plan(rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
     """The order in which rows have to stand in a step, and the attention plan of the rows in that order. capacity: sizes fixed at
     CUDA graph capture. Raises CapacityExceeded if these are too small, or if the step can't be a graph."""
@@ -55,23 +50,17 @@ def plan(rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity
     others = sorted({*range(len(rows))}.difference(long))
     order, attended = _plan([rows[i] for i in others], layout) if others else ((), None)
     first = sum(rows[i].queries for i in others)
-    parts = _expanding(layout)([rows[i] for i in long], layout, first)
+    expanding = expanded.plan
+    if triton_on(layout.device):
+        from .expanded_attention import plan as expanding
+    parts = expanding([rows[i] for i in long], layout, first)
     return [*(others[k] for k in order), *long], expanded.Plan(first, attended, parts)
-
-
-def _expanding(layout: AttentionLayout) -> Callable[[Sequence[Row], AttentionLayout, int], list[expanded.Part]]:
-    """The function that plans rows for MLA's expanded form (see `expanded`)."""
-    if not by_triton(layout):
-        return expanded.plan
-    from . import expanded_attention
-
-    return expanded_attention.plan
 
 
 def _plan(
     rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None
 ) -> tuple[Sequence[int], "Unexpanded"]:
-    if not by_triton(layout):
+    if not triton_on(layout.device):
         planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
         return planned(rows, layout)
     from . import paged_attention as paged
@@ -191,21 +180,19 @@ def attention_to_expanded(
     query: Tensor, cache: Tensor, plan: "expanded.Plan", how: AttentionOptions, to_keys: Tensor, to_values: Tensor
 ) -> Tensor:
     """Attention of the rows in MLA's expanded form: see `expanded.attention`."""
-    if plan.parts[0].plan is None:
-        return expanded.attention(query, cache, plan, how, to_keys, to_values, expanded.attend)
-    from . import expanded_attention
-
-    return expanded.attention(query, cache, plan, how, to_keys, to_values, expanded_attention.attend)
+    attend = expanded.attend
+    if plan.parts[0].plan is not None:
+        from .expanded_attention import attend
+    return expanded.attention(query, cache, plan, how, to_keys, to_values, attend)
 
 
 def completed_entries(plan: Plan, rate: int, before: bool) -> CompletedEntries:
     """The compressed KV entries (DeepSeek V4) that a step's tokens complete. rate: tokens per entry; before: an entry is also made
     of the `rate` tokens before its own."""
-    if isinstance(plan, compressed.Plan):
-        return plan.places.ends(plan.pages, rate, before)
-    from . import compressed_attention
+    if not isinstance(plan, compressed.Plan):
+        from . import compressed_attention
 
-    assert isinstance(plan, compressed_attention.Plan)
+        assert isinstance(plan, compressed_attention.Plan)
     return plan.places.ends(plan.pages, rate, before)
 
 

@@ -24,9 +24,7 @@ def short_convolution(
     if triton_for(mixed):
         from .fused_short_convolution import convolve
 
-        out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
-        known = spans.starts, spans.slots, spans.fresh, spans.sure, states.windows
-        return convolve(mixed, gates, taps, biases, *known, max(spans.lengths), out)
+        return convolve(mixed, gates, taps, biases, spans, states.windows)
     result = mixed.new_zeros(mixed.shape)
     for piece, found in causal_convolution(mixed, taps, biases, spans, states):
         torch.mul(found.to(mixed.dtype), piece.rows(gates), out=piece.rows(result))

@@ -11,7 +11,6 @@ In the paper queries are called C, keys B, values x, steps dt, rates A and skips
 come from a causal depthwise convolution with biases over the last few tokens, through silu.
 """
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -39,8 +38,7 @@ def state_space(
         from .fused_gated_delta import Inputs
 
         inputs = Inputs(mixed, None, steps, taps, biases, rates, offsets, skips, 0.0, limits)
-        out = torch.empty(len(mixed), *states.memories.shape[1::2], dtype=mixed.dtype, device=mixed.device)
-        return attend_in_chunks(inputs, spans, states, out)
+        return attend_in_chunks(inputs, spans, states)
     far = functional.softplus(steps.float() + offsets).clamp_(*limits).t().unsqueeze(2)  # [heads, tokens, 1]
     fading, skipping = rates[:, None, None] * far, skips[:, None, None]
 

@@ -74,8 +74,8 @@ class Segment(NamedTuple):
     begin: int  # first key
     end: int  # after the last key
     context: int  # keys before this one were computed in earlier steps, and all its queries see them (within the window)
-    # Who sees the keys from `context` on. ORDERED: causal; WHOLE: every query sees all (bidirectional); else the index of the row's
-    # first token: masks say which nodes of the tree a query sees.
+    # Who sees the keys from `context` on. CAUSAL: queries not before them; WHOLE: every query sees all (bidirectional); else the
+    # index of the row's first token: masks say which nodes of the tree a query sees.
     tree: int
     tile: int  # index of its tile in the kind's list of tiles
     shared: bool  # its tokens have further segments, so outputs must be merged
@@ -284,15 +284,13 @@ def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], 
     with sliding windows; where windows are fixed chunks, one for each chunk, whose members all see the same keys."""
     begin, end = run.begin * table.page_size, run.end * table.page_size
     if not kind.chunked:
-        yield run.members, _first_key(begin, min(table.rows[i].context for i in run.members), kind.window), end
+        if kind.window:
+            nearest = min(table.rows[i].context for i in run.members) - kind.window + 1
+            begin = max(begin, nearest // ALIGNMENT * ALIGNMENT)
+        yield run.members, begin, end
         return
     for first, members in groupby(run.members, key=lambda i: table.rows[i].context // kind.window * kind.window):
         yield [*members], max(begin, first), end
-
-
-def _first_key(begin: int, position: int, window: int) -> int:
-    """The first key from `begin` on that a query at `position` sees, rounded down to ALIGNMENT."""
-    return max(begin, (position - window + 1) // ALIGNMENT * ALIGNMENT) if window else begin
 
 
 def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile]) -> int:

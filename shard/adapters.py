@@ -43,7 +43,7 @@ LONGEST_CONFIG = 1 << 20  # bytes
 REMEDY = "merge it into the weights (peft's merge_and_unload)"
 
 
-def place_of(name: str, source: str, cache: str = "") -> Path:
+def place_of(name: str, source: str, cache: str) -> Path:
     """The folder of an adapter, given as a local folder, or on the hub as OWNER/MODEL or OWNER/MODEL@REVISION, which may take a
     while to download. cache: see `proto.hub`. Raises Unsupported."""
     found = ON_HUB.fullmatch(source)

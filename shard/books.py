@@ -13,22 +13,20 @@ from .outcome import Outcome
 from .pages import PagePool
 from .prefix import PrefixCache
 from .prompts import Prompts
-from .sequence import Batch, Group, Sequence
+from .sequence import Group, Sequence
 from .step import Span
 
 
 class Books:
     """The groups, batches and KV pages of one pool."""
 
-    def __init__(
-        self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None = None, host: HostPages | None = None
-    ) -> None:
+    def __init__(self, pool: PagePool, cache: Cache, prefix_caching: bool, states: int | None, host: HostPages | None) -> None:
         """states: slots of recurrent states for the prefix cache, see `PrefixCache`; host: host memory for pages evicted from the
         pool, if any."""
-        self.prefixes = PrefixCache(pool, states, host.places if host else 0, self.renew) if prefix_caching else None
+        self.prefixes = PrefixCache(pool, states, host.places if host else 0, self.renew, prefix_caching)
         self.prompts = Prompts(pool, cache, self.prefixes, self.renew)
         self.forks = BeamForks(pool, cache, self.renew)
-        self.batches: dict[int, Batch] = {}
+        self.batches: dict[int, dict[int, Group]] = {}  # of each batch its groups by uid, in order; none is empty
         self.groups: dict[int, Group] = {}  # of all batches, by uid
         self.changed: dict[int, Group] = {}  # groups whose standing may have changed, by uid
         self.moved = (0, 0)  # pages copied to host memory, and from there, since the last report
@@ -38,7 +36,7 @@ class Books:
 
     def members(self, batches: Iterable[int]) -> list[Group]:
         """The groups of these batches; unknown batches are skipped."""
-        return [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].groups.values()]
+        return [group for uid in dict.fromkeys(batches) if uid in self.batches for group in self.batches[uid].values()]
 
     def has(self, group: Group) -> bool:
         """Whether this very group is still there: another one may have its uid."""
@@ -53,12 +51,12 @@ class Books:
         """Moves the groups of `batches` to the end of `into`."""
         for uid in batches:
             if uid != into and uid in self.batches:
-                for group in self.batches.pop(uid).groups.values():
+                for group in self.batches.pop(uid).values():
                     self._place(into, group)
 
     def _place(self, batch: int, group: Group) -> None:
         group.batch = batch
-        self.batches.setdefault(batch, Batch(batch)).groups[group.uid] = group
+        self.batches.setdefault(batch, {})[group.uid] = group
 
     def extend(self, group: Group, spans: Listing[Span]) -> None:
         """Allocates pages for spans, which count as computed from here on. Raises OutOfPages."""
@@ -77,7 +75,7 @@ class Books:
         pages = self._pool.taken()
         if not pages:
             return
-        if self._host is None or self.prefixes is None:
+        if self._host is None:
             self._cache.clear(pages)
             return
         saves, loads = self.prefixes.offload.moves()
@@ -88,18 +86,15 @@ class Books:
 
     def publish(self, group: Group, sequences: Iterable[Sequence]) -> None:
         """Adds the full, computed pages of these sequences to the prefix cache."""
-        if self.prefixes is None:
-            return
-        for sequence in sequences:
+        for sequence in sequences if self.prefixes.enabled else ():
             if sequence.computed >= ((sequence.node.depth if sequence.node else 0) + 1) * self._pool.page_size:
                 self.prefixes.publish(sequence)
                 group.counted = -1
 
     def withdraw(self, group: Group) -> None:
         """Removes the group's pages from the prefix cache."""
-        if self.prefixes is not None:
-            for sequence in group.sequences:
-                self.prefixes.withdraw(sequence)
+        for sequence in group.sequences:
+            self.prefixes.withdraw(sequence)
 
     def end(self, group: Group, ended: Listing[Sequence]) -> None:
         """Ends sequences of the group; with the last one, the group is dropped."""
@@ -131,9 +126,9 @@ class Books:
     def drop(self, group: Group) -> Group:
         """Removes the group and releases its pages; its tokens stay in it."""
         home = self.batches[group.batch]
-        del self.groups[group.uid], home.groups[group.uid]
-        if not home.groups:
-            del self.batches[home.uid]
+        del self.groups[group.uid], home[group.uid]
+        if not home:
+            del self.batches[group.batch]
         self.forks.disown(group)
         for sequence in group.sequences:
             self._pool.release(sequence.pages)

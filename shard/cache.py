@@ -39,37 +39,36 @@ class Cache:
     ) -> None:
         """dtype: of keys and values; slots: for recurrent states; computed: dtype of convolution windows and of features, if
         different; features: per token, kept for a draft model."""
-        attending = shape.keyed
-        each = [shape.slot(ranks, layer) for layer in attending]
-        wholes = {slot: _zeros((count, (pages + 1) * page_size, *slot), dtype, device) for slot, count in Counter(each).items()}
-        self.page_size = page_size
+        computed, rows = computed or dtype, (pages + 1) * page_size
+        self.page_size, self.slots = page_size, slots
         self.cleared: Callable[[Listing[int]], object] = lambda pages: None  # called with pages that get new owners
+        each = {layer: shape.slot(ranks, layer) for layer in shape.keyed}
+        wholes = {slot: _zeros((count, rows, *slot), dtype, device) for slot, count in Counter(each.values()).items()}
         following = {slot: iter(whole.unbind(0)) for slot, whole in wholes.items()}
-        self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in zip(attending, each, strict=True)}
+        self.layers: dict[int, Tensor] = {layer: next(following[slot]) for layer, slot in each.items()}
         self.layers |= {layer: self.layers[shape.source(layer)] for layer in shape.attending if layer not in self.layers}
-        self._remembered = _remembered(shape, ranks, slots, computed or dtype, device)
-        recurrent = sorted(shape.recurrent.layers) if shape.recurrent else []
-        self.states = {layer: RecurrentStates(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(recurrent)}
-        self.slots = slots
-        # Of layers with n-gram embeddings, the last inputs of their convolutions.
-        self.ngrams: dict[int, RecurrentStates] = {}
-        if shape.ngrams:
-            self.ngrams = _convolutions(shape.ngrams, shape.hidden, slots, computed or dtype, device)
-            self._remembered += tuple(own.windows.unsqueeze(0) for own in self.ngrams.values())
-        # Copied and zeroed as bytes where torch's operations don't support the type.
-        flat = [whole.view(torch.uint8) if dtype.itemsize == 1 else whole for whole in wholes.values()]
-        # [slots, features], of each token, copied and moved with its keys; a draft model's cache refers to those of its target.
-        self.features: Tensor | None = None
+        parts = [*wholes.values()]
         # Keys of each layer's block-choosing index, [slots, 1, 1, size], copied and moved like those of attention.
         self.index_keys: dict[int, Tensor] = {}
         if shape.blocks:
-            whole = _zeros((len(shape.blocks.layers), (pages + 1) * page_size, 1, 1, shape.blocks.size), dtype, device)
-            self.index_keys = dict(zip(sorted(shape.blocks.layers), whole.unbind(0), strict=True))
-            flat.append(whole.view(torch.uint8) if dtype.itemsize == 1 else whole)
+            parts.append(_zeros((len(shape.blocks.layers), rows, 1, 1, shape.blocks.size), dtype, device))
+            self.index_keys = dict(zip(sorted(shape.blocks.layers), parts[-1].unbind(0), strict=True))
+        # [slots, features], of each token, copied and moved with its keys; a draft model's cache refers to those of its target.
+        self.features: Tensor | None = None
         if features:
-            flat.append(_zeros((1, (pages + 1) * page_size, features), computed or dtype, device))
-            self.features = flat[-1][0]
-        self.pages = [whole.view(len(whole), pages + 1, page_size, -1) for whole in flat]  # each [layers, pages, page_size, width]
+            parts.append(_zeros((1, rows, features), computed, device))
+            self.features = parts[-1][0]
+        # Each [layers, pages, page_size, width]. Copied and zeroed as bytes where torch's operations don't support the type.
+        flat = (part.view(torch.uint8) if part.itemsize == 1 else part for part in parts)
+        self.pages = [part.view(len(part), pages + 1, page_size, -1) for part in flat]
+        self._remembered = _remembered(shape, ranks, slots, computed, device)
+        recurrent = sorted(shape.recurrent.layers) if shape.recurrent else []
+        self.states = {layer: RecurrentStates(*(whole[i] for whole in self._remembered)) for i, layer in enumerate(recurrent)}
+        # Of layers with n-gram embeddings, the last inputs of their convolutions.
+        self.ngrams: dict[int, RecurrentStates] = {}
+        if shape.ngrams:
+            self.ngrams = _convolutions(shape.ngrams, shape.hidden, slots, computed, device)
+            self._remembered += tuple(own.windows.unsqueeze(0) for own in self.ngrams.values())
         self._device = device
         self._bytes = [part.view(torch.uint8).numpy() for part in self.pages] if device.type == "cpu" else []
 

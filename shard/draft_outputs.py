@@ -25,12 +25,11 @@ class DraftOutputs:
         """Writes the features of their parents for the nodes that are computed next, of each span."""
         if wanted[0].nodes[0] == ROOT:  # the first round, which covers all sequences
             return
-        size, pairs = self._page_size, list[tuple[int, int]]()
-        for one, span, own in zip(wanted, spans, nodes, strict=True):
-            pages = span.sequence.pages
-            for place, node in enumerate(own, span.start):
-                row = self._rows[id(one.sequence), one.parents[node]]
-                pairs.append((pages[place // size] * size + place % size, row))
+        pairs = [
+            (span.sequence.slot(place, self._page_size), self._rows[id(one.sequence), one.parents[node]])
+            for one, span, own in zip(wanted, spans, nodes, strict=True)
+            for place, node in enumerate(own, span.start)
+        ]
         slots, rows = lists_to_device(self._features.device, *zip(*pairs, strict=True))
         assert self._found is not None
         self._features.index_copy_(0, slots, self._found.index_select(0, rows))

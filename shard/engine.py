@@ -12,7 +12,7 @@ from collections.abc import Sequence as Listing
 from concurrent.futures import Future
 from functools import partial
 from math import prod
-from typing import Concatenate, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,21 +41,6 @@ from .sequence import Group
 from .speculator import Speculator
 from .states import settle
 from .step import Run
-
-Arguments = ParamSpec("Arguments")
-
-
-def _whole(
-    begin: "Callable[Concatenate[Engine, Arguments], Future[Outcome]]",
-) -> "Callable[Concatenate[Engine, Arguments], Outcome]":
-    """The synchronous form of `begin`: the step is over when it returns."""
-
-    def whole(engine: "Engine", /, *arguments: Arguments.args, **named: Arguments.kwargs) -> Outcome:
-        landed = begin(engine, *arguments, **named)
-        engine.land()
-        return landed.result()
-
-    return whole
 
 
 class Engine:
@@ -154,8 +139,7 @@ class Engine:
     def clear(self) -> None:
         """Drops every batch and empties the prefix cache."""
         self.filter(list(self.books.groups))
-        if self.books.prefixes is not None:
-            self.books.prefixes.clear()
+        self.books.prefixes.clear()
 
     def begin_prefill(
         self,
@@ -191,7 +175,17 @@ class Engine:
         outcome = Outcome()
         return self._step([], self._decodes(batches, allowance, outcome), outcome)
 
-    prefill, decode = _whole(begin_prefill), _whole(begin_decode)
+    def prefill(self, *arguments: Any, **named: Any) -> Outcome:
+        """`begin_prefill`, when the step is over."""
+        return self._whole(self.begin_prefill(*arguments, **named))
+
+    def decode(self, *arguments: Any, **named: Any) -> Outcome:
+        """`begin_decode`, when the step is over."""
+        return self._whole(self.begin_decode(*arguments, **named))
+
+    def _whole(self, landed: "Future[Outcome]") -> Outcome:
+        self.land()
+        return landed.result()
 
     @property
     def underway(self) -> Callable[[], None] | None:
@@ -307,7 +301,7 @@ class Engine:
                 self.books.extend(group, spans)
                 runs.append(Run(group, spans, sampled=True))
             except OutOfPages as error:
-                self.books.fail(group, f"the pool is full: {error}", outcome)
+                self.books.fail(group, str(error), outcome)
         return runs
 
     def _spans(self, group: Group) -> list[step.Span]:
@@ -355,7 +349,7 @@ class Engine:
             outcome.count_prompt(run)
         outcome.count_decodes(decodes)
         if self.cache.states:
-            runs = self._remember(runs, outcome)
+            runs = self._assign_states(runs, outcome)
         spans = [span for run in runs for span in run.spans]
         masks = self._masks.begin(runs) if self._masks and before is None and spans else None
         hidden = self._forward(runs, spans) if spans else None
@@ -391,7 +385,7 @@ class Engine:
         for run in runs:
             run.first, first = first, first + run.wanted
         if lost:
-            self._lose(runs, lost)
+            self._fail_holders(runs, lost)
         return hidden
 
     def _remaining(self, runs: Listing[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
@@ -425,7 +419,7 @@ class Engine:
         outcome.seconds, self._free = over - max(flight.began, self._free) + outcome.draft_seconds, over
         flight.landed.set_result(outcome)
 
-    def _lose(self, runs: Listing[Run], pages: set[int]) -> None:
+    def _fail_holders(self, runs: Listing[Run], pages: set[int]) -> None:
         """Fails the groups that hold any of these pages, and withdraws their pages from the prefix cache, so that nobody finds or
         reuses them."""
         before = self._flight.runs if self._flight is not None else []  # which would publish its pages again when it lands
@@ -434,11 +428,10 @@ class Engine:
                 run.problem = ALONE
                 self.books.withdraw(run.group)
 
-    def _remember(self, runs: Listing[Run], outcome: Outcome) -> list[Run]:
+    def _assign_states(self, runs: Listing[Run], outcome: Outcome) -> list[Run]:
         """Gives each sequence a recurrent state of its own, copying shared ones. Returns the runs of groups for which there is
         room: all, if the router keeps to the number of sequences it has asked for."""
-        kept = self.books.prefixes.states if self.books.prefixes is not None else ()
-        copies, failed = settle(self.books.groups.values(), self.cache.slots, kept)
+        copies, failed = settle(self.books.groups.values(), self.cache.slots, self.books.prefixes.states)
         if copies:
             self.cache.copy_states(copies)
         for group in failed:

@@ -44,17 +44,17 @@ class BeamForks:
         self._renew = renew
         self._copies: list[tuple[int, int, int]] = []  # source page, target page, rows
 
-    def fork(self, group: Group, children: Listing[Child], tops: bool) -> None:
+    def fork(self, group: Group, children: Listing[Child]) -> None:
         """The children take the places of the group's sequences, which are computed all but for the new tokens. A parent's full
         pages are shared among its children; the rows of its last, partial one are copied for all but the last of them, or are
         copied already for heirs. Raises OutOfPages: then the group can only be dropped."""
-        group.sequences = self._inherited(group, children) if group.heirs else self._parted(group, children)
+        group.sequences = self._inherited(group, children) if group.heirs else self._forked(group, children)
         for sequence, child in zip(group.sequences, children, strict=True):
             sequence.tokens.append(child.token)
             assert sequence.path is not None
-            sequence.path.append(child.score, child.logprob, child.top, tops)
+            sequence.path.append(child.score, child.logprob, child.top, group.top_n > 0)
 
-    def _parted(self, group: Group, children: Listing[Child]) -> list[Sequence]:
+    def _forked(self, group: Group, children: Listing[Child]) -> list[Sequence]:
         left = Counter(id(child.parent) for child in children)
         for sequence in group.sequences:
             if id(sequence) not in left:

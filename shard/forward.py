@@ -18,7 +18,6 @@ from ..kernels.layout import AttentionLayout, Expansion, kind
 from . import graph_sizes, step
 from .cache import Cache
 from .models.decoder import Decoder
-from .models.shape import Shape
 from .step import DeviceSamples, NgramContext, Room, Span, Step
 
 log = logging.getLogger(__name__)
@@ -61,7 +60,8 @@ class Forward:
         self._layout = _layout_of(decoder, cache)
         self._adapted = bool(decoder.adapters.names)
         self._remembers = decoder.shape.recurrent is not None
-        self._before = _before_of(decoder.shape)
+        ngrams = decoder.shape.ngrams
+        self._before = NgramContext(ngrams.before, ngrams.end, ngrams.image, decoder.shape.vocabulary) if ngrams else None
         self.narrows = decoder.shape.kv_shared_layers > 0
         self._decodes: list[Graph] = []  # for spans of one token (pure decode); by size
         self._mixed: list[Graph] = []  # for any spans; by size
@@ -126,11 +126,6 @@ class Forward:
 def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:
     place = bisect_left(graphs, tokens, key=lambda graph: graph.room.tokens)
     return graphs[place] if place < len(graphs) else None
-
-
-def _before_of(shape: Shape) -> NgramContext | None:
-    ngrams = shape.ngrams
-    return NgramContext(ngrams.before, ngrams.end, ngrams.image, shape.vocabulary) if ngrams else None
 
 
 def _layout_of(decoder: Decoder, cache: Cache) -> AttentionLayout:

@@ -35,7 +35,7 @@ def decodes(chosen: tuple[int, ...] | None, rows: int) -> list[int]:
     if chosen is not None:
         return [size for size in chosen if size <= rows]
     below = [size for size in DECODES if size < rows]
-    return [*below, min(rows, DECODES[-1])] if below or rows else below
+    return [*below, rows] if 0 < rows <= DECODES[-1] else below
 
 
 def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, remembers: bool = False) -> list[int]:

@@ -56,18 +56,17 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
     books.changed[group.uid] = group
     try:
         if children:
-            books.forks.fork(group, children, group.top_n > 0)
+            books.forks.fork(group, children)
         if not group.decodes:
             books.prompts.settle(group)
     except OutOfPages as error:
-        books.fail(group, f"the pool is full: {error}", outcome)
+        books.fail(group, str(error), outcome)
 
 
 def _begin(group: Group, outcome: Outcome) -> None:
     """Begins the choices that waited for the prompt."""
     if group.prompt_logprobs:
-        outcome.prompts.append((group.uid, group.prompt_scores))
-        outcome.tops.append(group.prompt_tops)
+        outcome.prompts.append((group.uid, group.prompt_scores, group.prompt_tops))
         group.prompt_logprobs = False
     [first] = group.sequences
     if first.pictures is not None:
@@ -81,10 +80,6 @@ def _begin(group: Group, outcome: Outcome) -> None:
 
 def _move(moves: Listing[tuple[Sequence, int, int]], cache: Cache) -> None:
     """Moves keys and values of accepted drafts to their final slots."""
-    size, rows = cache.page_size, []
-    for _, own in groupby(moves, key=lambda one: id(one[0])):
-        [sequence, *_], *_ = listed = list(own)
-        slots = [place for _, *places in listed for place in places]
-        found = [sequence.pages[place // size] * size + place % size for place in slots]
-        rows.append(list(zip(found[::2], found[1::2], strict=True)))
-    cache.move(rows)
+    size = cache.page_size
+    rows = groupby(moves, key=lambda one: id(one[0]))
+    cache.move([[(one.slot(source, size), one.slot(target, size)) for one, source, target in own] for _, own in rows])

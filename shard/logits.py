@@ -7,7 +7,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from ..kernels.transfer import HostCopy, list_to_device, to_device
 from .broadcast import Found, codes_of, found_from, length_of
 from .decoding import verify
-from .decoding.expansion import Beams, Candidate, Expansion, elsewhere, expand
+from .decoding.expansion import Beams, Candidate, elsewhere, expand
 from .decoding.grammar import Unusable
 from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
@@ -25,7 +24,6 @@ from .decoding.verify import Draft, VerificationRule
 from .masks import PendingMasks
 from .models.decoder import Decoder
 from .out_of_memory import ALONE, MemoryFallback
-from .sequence import Sequence
 from .speculator import Speculator
 from .step import DeviceSamples, Run
 
@@ -38,7 +36,7 @@ class WantedRows:
 
     run: Run
     rows: list[Row]
-    candidates: int = 0  # of beam search, whose rows are expanded together; 0: no beams
+    candidates: int  # of beam search, whose rows are expanded together; 0: no beams
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,71 +202,67 @@ def _pending(
 ) -> PendingPicks[list[Found]]:
     """Picks of each run. Beams are expanded together, and all other rows sampled together; the latter come behind the former in
     what is picked. broadcast: sends to other ranks, which have no logits."""
-    beams, others = [i for i, one in enumerate(wanted) if one.candidates], [i for i, one in enumerate(wanted) if not one.candidates]
-    rest = [wanted[i] for i in others]
-    if not beams:
-        return _by_run(_picks(context, logits, rest, mask, broadcast), rest)
-    own, own_mask = _part(logits, mask, wanted, beams)
-    expansion = _expansion(own, [_set_of(wanted[i]) for i in beams], own_mask, context.hidden.device, broadcast).pending()
-    if not others:
-        return PendingPicks(expansion.picked, expansion.wait, lambda: [list(one) for one in expansion.take()])
-    own, own_mask = _part(logits, mask, wanted, others)
-    picks = _by_run(_picks(context, own, rest, own_mask, broadcast), rest)
+    parts = []
+    for way, has_beams in ((_expanded, True), (_sampled, False)):
+        chosen = [i for i, one in enumerate(wanted) if (one.candidates > 0) is has_beams]
+        if chosen:
+            own, own_mask = _part(logits, mask, wanted, chosen)
+            parts.append((chosen, way(context, own, [wanted[i] for i in chosen], own_mask, broadcast)))
+    if len(parts) == 1:
+        return parts[0][1]
+    (beams, expanded), (others, sampled) = parts
 
     def wait() -> None:
-        expansion.wait()
-        picks.wait()
+        expanded.wait()
+        sampled.wait()
 
     def take() -> list[Found]:
-        found = dict(zip(others, picks.take(), strict=True))
-        found.update(zip(beams, map(list, expansion.take()), strict=True))
+        found = dict(zip((*beams, *others), (*expanded.take(), *sampled.take()), strict=True))
         return [found[i] for i in range(len(wanted))]
 
-    return PendingPicks(lambda: _joined(expansion, picks), wait, take)
+    return PendingPicks(lambda: _joined(expanded, sampled), wait, take)
 
 
-def _expansion(
-    logits: Tensor | None, sets: Listing[Beams], mask: Tensor | None, device: torch.device, broadcast: Broadcast | None
-) -> Expansion:
-    expansion = expand(logits, sets, mask) if logits is not None else elsewhere(sets, device)
-    if broadcast is not None:
-        broadcast(expansion.found)
-    return expansion
-
-
-def _joined(*some: PendingPicks[Any]) -> DeviceSamples:
+def _joined(*some: PendingPicks[list[Found]]) -> DeviceSamples:
     """The picks of several `PendingPicks` on the device, concatenated."""
     picked = [one.picked() for one in some if one.picked]
     parents = [one.parents if one.parents is not None else torch.zeros_like(one.tokens) for one in picked]
     return DeviceSamples(torch.cat([one.tokens for one in picked]), torch.cat(parents))
 
 
-def _by_run(pending: PendingPicks[Found], wanted: Listing[WantedRows]) -> PendingPicks[list[Found]]:
-    return PendingPicks(pending.picked, pending.wait, lambda: _split(pending.take(), wanted))
-
-
-def _set_of(one: WantedRows) -> Beams:
-    group = one.run.group
-    assert group.search is not None
-    return Beams(one.rows, [_sum(s) for s in group.sequences], one.candidates, group.search.width, group.end_ids)
-
-
-def _picks(
+def _expanded(
     context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, broadcast: Broadcast | None
-) -> PendingPicks[Found]:
+) -> PendingPicks[list[Found]]:
+    """Candidates of runs of beams."""
+    sets = []
+    for one in wanted:
+        group = one.run.group
+        assert group.search is not None
+        scores = [sequence.path.score if sequence.path else 0.0 for sequence in group.sequences]
+        sets.append(Beams(one.rows, scores, one.candidates, group.search.width, group.end_ids))
+    expansion = expand(logits, sets, mask) if logits is not None else elsewhere(sets, context.hidden.device)
+    if broadcast is not None:
+        broadcast(expansion.found)
+    return expansion.pending()
+
+
+def _sampled(
+    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, broadcast: Broadcast | None
+) -> PendingPicks[list[Found]]:
+    """Picks of runs without beams."""
     speculator, device = context.speculator, context.hidden.device
     rows = [row for one in wanted for row in one.rows]
     if logits is None:
         assert broadcast is not None
-        return _received(broadcast(torch.empty(len(rows), dtype=torch.int64, device=device)))
-    if speculator.rule is VerificationRule.GUMBEL:
+        pending = _received(broadcast(torch.empty(len(rows), dtype=torch.int64, device=device)))
+    elif speculator.rule is VerificationRule.GUMBEL:
         pending = begin(logits, rows, mask)
     else:
         drafts = [draft for one in wanted for draft in _drafts(one)]
         pending = known(verify.pick(logits, rows, drafts, speculator.rule, mask, speculator.probabilities), device)
-    if broadcast is not None and pending.picked is not None:
+    if broadcast is not None and logits is not None and pending.picked is not None:
         broadcast(pending.picked().tokens)
-    return pending
+    return PendingPicks(pending.picked, pending.wait, lambda: _split(pending.take(), wanted))
 
 
 def _drafts(one: WantedRows) -> list[Draft]:
@@ -295,10 +289,6 @@ def _split(picks: Found, wanted: Listing[WantedRows]) -> list[Found]:
         result.append(picks[start : start + len(one.rows)])
         start += len(one.rows)
     return result
-
-
-def _sum(sequence: Sequence) -> float:
-    return sequence.path.score if sequence.path else 0.0
 
 
 def _stopped(one: WantedRows, found: Found, stops: StopStrings) -> Found:

@@ -70,7 +70,7 @@ class Masks:
         began = time.perf_counter()
         problems: dict[int, str] = {}
         bound: list[tuple[Group, Sequence, GrammarState]] = []
-        places: list[int] = []  # of each row of the step: its row among those of `bound`, or -1
+        places: list[int] = []  # of each row of the step: its row among those of `bound`; -1: the one behind them, for no grammar
         first = 0
         for run in sampled:
             group, count = run.group, len(run.group.waiting)
@@ -82,15 +82,12 @@ class Masks:
                 first = own.stop
             if not states:
                 places += [-1] * (count or run.wanted)
-        mask = numpy.full((len(places), self._words), -1, numpy.int32)
-        closed = [False] * len(places)
+        mask, closed = numpy.full((1, self._words), -1, numpy.int32), [False]
         if bound:
             allowed, ends = self._allowed(bound, problems)
-            rows = [row for row, place in enumerate(places) if place >= 0]
-            mask[rows] = allowed[[places[row] for row in rows]]
-            for row in rows:
-                closed[row] = ends[places[row]]
-        return StepMasks(torch.from_numpy(mask), closed, problems, time.perf_counter() - began)
+            mask, closed = numpy.concatenate((allowed, mask)), ends + closed
+        of_rows = torch.from_numpy(mask[places])
+        return StepMasks(of_rows, [closed[place] for place in places], problems, time.perf_counter() - began)
 
     def _allowed(
         self, bound: Listing[tuple[Group, Sequence, GrammarState]], problems: dict[int, str]

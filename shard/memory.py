@@ -69,11 +69,9 @@ def size_pool(
     page_size, page_bytes = engine.page_size, engine.token_bytes * engine.page_size
     # The measured step has no context. On a CPU a long one is gathered, and copied once more by head, one layer at a time.
     context = 0 if triton_on(engine.device) else 2 * total * engine.layer_bytes
-    context += _expanded(engine, tokens, total)
-    context += _chosen(engine, tokens, total) if engine.decoder.shape.most else 0
-    context += _compressed(engine, tokens, total) if engine.decoder.shape.compressed else 0
+    context += sum(bytes_of(engine, tokens, total) for bytes_of in (_expansion_bytes, _selection_bytes, _entries_bytes))
     sample = _sample(engine, tokens, min(rows, tokens), _together(engine, sequences, fraction), total)
-    seeing, seconds = _seeing(engine, tokens) if engine.decoder.vision else (0, 0.0)
+    seeing, seconds = _image_needs(engine, tokens)
     # Graphs keep the memory of their steps, from a pool that all of them share.
     recorded = len(graphs) * GRAPH_BYTES + sample.bytes * max(graphs, default=0) // sample.tokens
     needed = sample.bytes * -(-tokens // sample.tokens) + context + recorded + seeing + engine.decoder.adapters.later + reserved
@@ -116,7 +114,7 @@ def size_copies(engine: Engine, gib: float) -> tuple[int, int]:
     return memory // size, memory if engine.device.type == "cpu" else device_bytes(size)
 
 
-def _expanded(engine: Engine, tokens: int, total: int) -> int:
+def _expansion_bytes(engine: Engine, tokens: int, total: int) -> int:
     """Bytes that heads' own keys and values take in such a step, where latents are expanded to them."""
     expansion, dtype = expansion_of(engine.decoder), engine.decoder.embedding.dtype
     if expansion is None:
@@ -128,10 +126,12 @@ def _expanded(engine: Engine, tokens: int, total: int) -> int:
     return expanded_attention.scratch_bytes(expansion, tokens, total, dtype)
 
 
-def _chosen(engine: Engine, tokens: int, total: int) -> int:
+def _selection_bytes(engine: Engine, tokens: int, total: int) -> int:
     """Bytes that sparse attention's choice of keys takes in a step of `tokens` tokens, each with a context of up to `total`."""
     shape, item, ranks = engine.decoder.shape, engine.decoder.embedding.dtype.itemsize, engine.decoder.ranks.size
     blocks = shape.blocks
+    if not shape.most:
+        return 0
     if not triton_on(engine.device) and blocks and blocks.block:  # scores of each key head, and a mask of each query head
         each = indexed.PRODUCT_BYTES * blocks.own(ranks) + item * shape.heads // ranks
         return each * min(tokens, TILE) * total
@@ -146,11 +146,12 @@ def _chosen(engine: Engine, tokens: int, total: int) -> int:
     return scores + indexed_attention.CHOSEN_BYTES * chosen + queries
 
 
-def _compressed(engine: Engine, tokens: int, total: int) -> int:
+def _entries_bytes(engine: Engine, tokens: int, total: int) -> int:
     """The same for compressed attention: scores, and a CPU's logits, or tables of the entries that each token attends to, which are
     kept for layers alike."""
     latent = engine.decoder.shape.compressed
-    assert latent is not None
+    if latent is None:
+        return 0
     most = max((total // rate for rate, chosen in latent.kinds if chosen), default=0)
     if not triton_on(engine.device):
         logits = compressed.LOGIT_BYTES * min(compressed.LOGITS, tokens * engine.decoder.shape.heads * total)
@@ -163,12 +164,13 @@ def _compressed(engine: Engine, tokens: int, total: int) -> int:
 
 
 @torch.inference_mode()
-def _seeing(engine: Engine, tokens: int) -> tuple[int, float]:
+def _image_needs(engine: Engine, tokens: int) -> tuple[int, float]:
     """Bytes that encoding the largest image takes, features that are kept and those of a step of `tokens` tokens included; and the
     seconds it takes. On a CPU a small image is measured and multiplied, as steps are: memory grows in proportion to the image's
     tokens."""
     vision = engine.decoder.vision
-    assert vision is not None
+    if vision is None:
+        return 0, 0.0
     largest = vision.largest
     few = min(largest, SAMPLE_TOKENS) if engine.device.type == "cpu" else largest
     vision.encode(vision.blank(1))
@@ -210,8 +212,8 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int, total: int) -> Me
     first = [([1], 1, GREEDIEST)]
     if engine.device.type == "cuda":
         first += [([1 << power], 1, GREEDIEST) for power in range(1, min(tokens, longest).bit_length())]
-        _choose(engine)
-        _expand(engine, total)
+        _run_selecting(engine)
+        _compile_expanded(engine, total)
         first += [(lengths, choices, KEEPING), (lengths, choices, GREEDIEST)]
     for few, drawn, sampling in first:
         _make_room(engine, few, drawn)
@@ -238,7 +240,7 @@ def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
         state.memories.zero_()
 
 
-def _choose(engine: Engine) -> None:
+def _run_selecting(engine: Engine) -> None:
     """Runs steps of one token and of more, far enough into a context that sparse attention has to choose, if it ever has to."""
     longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.sparse_beyond
     lengths = [most, *(1 << power for power in range(8))]
@@ -253,7 +255,7 @@ def _choose(engine: Engine) -> None:
 
 
 @torch.inference_mode()
-def _expand(engine: Engine, total: int) -> None:
+def _compile_expanded(engine: Engine, total: int) -> None:
     """Compiles what attends to expanded latents of sequences of up to `total` tokens."""
     expansion, weights = expansion_of(engine.decoder), engine.decoder.embedding
     if expansion is not None and triton_on(engine.device):

@@ -17,8 +17,8 @@ class Outcome:
     it."""
 
     emitted: list[tuple[int, Emitted]] = field(default_factory=list)  # (uid, token)
-    prompts: list[tuple[int, list[float]]] = field(default_factory=list)  # (uid, logprobs) of prompts now complete
-    tops: list[list[tuple[int, float]]] = field(default_factory=list)  # for each of these: Group.prompt_tops
+    # (uid, Group.prompt_scores, Group.prompt_tops) of prompts now complete
+    prompts: list[tuple[int, list[float], list[tuple[int, float]]]] = field(default_factory=list)
     found: list[tuple[int, int]] = field(default_factory=list)  # (uid, prompt tokens found in the prefix cache), fresh groups only
     standing: list[tuple[int, int, int, int]] = field(default_factory=list)  # (uid, *Group.standing), only where it changed
     # (uid, scores of the answers) of beam searches that have ended

@@ -46,7 +46,7 @@ class PagePool:
     def take(self, count: int) -> list[int]:
         """Allocates `count` pages, each held once. Raises OutOfPages, and takes none, if there are fewer."""
         if count > self.free:
-            raise OutOfPages(f"{count} pages are needed, {self.free} of {self.pages} are free")
+            raise OutOfPages(f"the pool is full: {count} pages are needed, {self.free} of {self.pages} are free")
         taken = [self._unused.pop() if self._unused else self._evict() for _ in range(count)]
         for page in taken:
             self._references[page] = 1

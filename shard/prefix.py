@@ -54,19 +54,26 @@ class PrefixCache:
     """The prefix cache of one pool."""
 
     def __init__(
-        self, pool: PagePool, states: int | None = None, copies: int = 0, renew: Callable[[], object] = lambda: None
+        self,
+        pool: PagePool,
+        states: int | None = None,
+        copies: int = 0,
+        renew: Callable[[], object] = lambda: None,
+        enabled: bool = True,
     ) -> None:
         """states: the most recurrent states to be kept, of models whose pages are of no use without one; copies: pages that fit in
-        host memory, of other models; renew: performs pending copies."""
+        host memory, of other models; renew: performs pending copies; enabled: without it nothing is published, so nothing is
+        found."""
         assert states is None or not copies
+        self.enabled = enabled
         self.states: dict[int, Node] = {}  # by slot, least recently found first
         self.most = states
-        self.offload: Offload[Node] = Offload(copies, self._lost)
+        self.offload: Offload[Node] = Offload(copies, self._copy_dropped)
         self._pool = pool
         self._renew = renew
         self._roots: dict[bytes, Node] = {}
         self._nodes: dict[int, Node] = {}  # by page
-        pool.evicted = self._remove
+        pool.evicted = self._evicted
 
     def adopt(self, holder: Holder, limit: int) -> int:
         """Gives `holder` the cached pages of its next tokens, up to `limit` tokens, if they reach further than what it has
@@ -105,8 +112,7 @@ class PrefixCache:
             here += self.offload.load(back, self._pool.take)
             self._renew()  # before others get these pages, or places
         for node in back:
-            self._nodes[node.page] = node
-            self._pool.keep(node.page)
+            self._place(node, node.page)
         return path, here
 
     def known(self, holder: Holder, limit: int) -> int:
@@ -121,10 +127,10 @@ class PrefixCache:
         if node is None or not node.attached or node.state or node.depth * self._pool.page_size != holder.computed:
             return
         if len(self.states) == self.most:
-            self._lose(next(iter(self.states.values())))
+            self._drop_state(next(iter(self.states.values())))
         node.state, self.states[holder.state] = holder.state, node
 
-    def _lose(self, node: Node) -> None:
+    def _drop_state(self, node: Node) -> None:
         if node.state:
             del self.states[node.state]
             node.state = 0
@@ -159,7 +165,7 @@ class PrefixCache:
             node = below.pop()
             below += node.children.values()
             node.attached = False
-            self._lose(node)
+            self._drop_state(node)
             self.offload.drop(node)
             if node.page:
                 del self._nodes[node.page]
@@ -179,7 +185,7 @@ class PrefixCache:
     def _publish(self, holder: Holder, swap: bool) -> None:
         size = self._pool.page_size
         known = min(holder.computed, len(holder.tokens))  # the next step may be in flight, without a token that is not known yet
-        if known < size:
+        if known < size or not self.enabled:
             return
         node = holder.node or self._root(holder.cache_key.encode())
         while node.attached and known >= (node.depth + 1) * size:
@@ -214,7 +220,7 @@ class PrefixCache:
         if not parent.depth and not parent.children:
             del self._roots[parent.key]
 
-    def _remove(self, page: int) -> None:
+    def _evicted(self, page: int) -> None:
         """Called when the pool evicts the page."""
         node = self._nodes.pop(page)
         assert not any(child.page for child in node.children.values()), f"page {page} is taken before those that follow it"
@@ -223,7 +229,7 @@ class PrefixCache:
         if not saved:
             self._forget(node)
 
-    def _lost(self, node: Node) -> None:
+    def _copy_dropped(self, node: Node) -> None:
         """Called when a node's copy was dropped."""
         if not node.page:
             assert not node.children, "a copy is given up before those that follow it"

@@ -53,23 +53,22 @@ class ImageBudget:
 class Prompts:
     """Plans the prefill of the groups on one pool."""
 
-    def __init__(self, pool: PagePool, cache: Cache, prefixes: PrefixCache | None, renew: Callable[[], object]) -> None:
+    def __init__(self, pool: PagePool, cache: Cache, prefixes: PrefixCache, renew: Callable[[], object]) -> None:
         """renew: prepares newly allocated pages."""
         self._pool = pool
         self._cache = cache
         self._prefixes = prefixes
         self._renew = renew
-        self._image_budget = ImageBudget(0)  # of the step that is planned
 
     def fill(self, chunks: Listing[tuple[Group, int]], tokens: int) -> list[Run]:
         """One run per group, for a step with a budget of `tokens` for prompts: in order, at most what a chunk allows, and then, in
         the same order, as long as tokens last. A run has no spans if there is nothing left to compute, or no budget."""
         runs = [Run(group, [], sampled=False) for group, _ in chunks]
-        self._image_budget = ImageBudget(tokens)
+        images = ImageBudget(tokens)
         for run, (_, most) in zip(runs, chunks, strict=True):
-            tokens -= self._advance(run, min(most, max(0, tokens)), whole=self._prefixes is not None and most < tokens)
+            tokens -= self._advance(run, min(most, max(0, tokens)), images, whole=self._prefixes.enabled and most < tokens)
         for run in runs:
-            tokens -= self._advance(run, tokens, whole=False) if tokens > 0 else 0
+            tokens -= self._advance(run, tokens, images, whole=False) if tokens > 0 else 0
         for run in runs:
             self._want(run)
         return runs
@@ -80,7 +79,7 @@ class Prompts:
         decode."""
         first = group.sequences[0]
         self._find(group, first, (), spare=True)
-        if self._prefixes is not None and self._prefixes.most and not group.prompt_logprobs:
+        if self._prefixes.most and not group.prompt_logprobs:
             goal, size = self._goal(group, first) - 1, self._pool.page_size
             first.halts = halts(first.computed, self._prefixes.known(first, goal), goal // size * size)
 
@@ -96,7 +95,7 @@ class Prompts:
             return
         first, *others = group.sequences
         if first.computed >= first.prompt_length:
-            self._part(first, [sequence for sequence in others if not sequence.computed])
+            self._fork(first, [sequence for sequence in others if not sequence.computed])
         group.decodes = not group.lacking
         if group.decodes and first.pictures is not None:
             first.pictures.forget()
@@ -121,7 +120,7 @@ class Prompts:
         heir.computed = min(sequence.computed, full * size)
         self._pool.release(sequence.pages[full:])
 
-    def _advance(self, run: Run, most: int, whole: bool) -> int:
+    def _advance(self, run: Run, most: int, images: ImageBudget, whole: bool) -> int:
         """Plans at most `most` more tokens of a group and returns how many. whole: end at a full page, if possible, so that another
         group with the same tokens can go on from there."""
         group, used = run.group, 0
@@ -134,7 +133,7 @@ class Prompts:
             if whole and count < lacking:
                 end = (sequence.computed + count) // self._pool.page_size * self._pool.page_size
                 count = end - sequence.computed if end > sequence.computed else count
-            count = self._image_budget.reach(sequence, count)
+            count = images.reach(sequence, count)
             if count:
                 used += self._plan(run, sequence, count)
         return used
@@ -155,7 +154,7 @@ class Prompts:
         """Adopts cached pages. Of a fresh prompt one token is left to be computed, since its logits are wanted; with prompt
         log-probabilities, all tokens are. spans: what is computed of the group in this step; spare: leave one token of any
         group."""
-        if self._prefixes is None or group.prompt_logprobs:
+        if group.prompt_logprobs:
             return
         writing = sequence.computed % self._pool.page_size > 0 or bool(self._cache.states)
         if writing and any(span.sequence is sequence for span in spans):
@@ -168,9 +167,9 @@ class Prompts:
         try:
             self._pool.extend(sequence.pages, start + count)
         except OutOfPages as error:
-            run.problem = f"the pool is full: {error}"
+            run.problem = str(error)
             return 0
-        if start in sequence.halts and self._prefixes is not None:
+        if start in sequence.halts:
             self._prefixes.remember(sequence)
         for i, span in enumerate(run.spans):
             if span.sequence is sequence and span.start + len(span.tokens) == start:
@@ -178,8 +177,7 @@ class Prompts:
                 break
         sequence.computed += count
         run.spans.append(Span(sequence, start, sequence.tokens[start : sequence.computed], wanted=0))
-        if self._prefixes is not None:
-            self._prefixes.announce(sequence)
+        self._prefixes.announce(sequence)
         return count
 
     def _want(self, run: Run) -> None:
@@ -191,7 +189,7 @@ class Prompts:
             run.spans[-1] = replace(run.spans[-1], wanted=max(1, run.spans[-1].wanted))
             run.sampled = True
 
-    def _part(self, first: Sequence, others: Listing[Sequence]) -> None:
+    def _fork(self, first: Sequence, others: Listing[Sequence]) -> None:
         """Forks `others` from the prompt of `first`: they share its full pages and copy what is in the next one."""
         rows = first.prompt_length % self._pool.page_size
         full = first.prompt_length // self._pool.page_size
@@ -200,8 +198,7 @@ class Prompts:
             sequence.pages, sequence.node, sequence.state = first.pages[:full], _ancestor(first.node, full), first.state
             sequence.computed = first.prompt_length - rows
             self._pool.share(sequence.pages)
-            if self._prefixes is not None:
-                self._prefixes.adopt(sequence, len(sequence.tokens) - 1)
+            self._prefixes.adopt(sequence, len(sequence.tokens) - 1)
             if sequence.computed < sequence.prompt_length:
                 copies += self._pool.take(1)
                 sequence.pages.append(copies[-1])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.linear import SAMPLES, compile_products
-from ..kernels.transfer import lists_to_device
+from ..kernels.transfer import list_to_device, lists_to_device
 from .decoding.growth import Frontier
 from .decoding.tree import ROOT
 from .forward import GraphExtent, Record
@@ -80,16 +80,14 @@ class Readout(Rounds):
         for (one, node), step in zip(nodes, steps, strict=True):
             self._nodes[id(one.sequence), node] = step[0], known + place[step]
         if unique != steps:
-            [rows] = lists_to_device(self._device, [place[step] for step in steps])
+            rows = list_to_device(self._device, [place[step] for step in steps])
             logits = logits.index_select(0, rows)
         self.ran(first)
         return logits
 
     def _begin(self, sequences: Listing[Sequence]) -> None:
         """The states before the last token are the target's features."""
-        size = self._page_size
-        places = [(sequence.pages, len(sequence.tokens) - 2) for sequence in sequences]
-        [slots] = lists_to_device(self._device, [pages[place // size] * size + place % size for pages, place in places])
+        slots = list_to_device(self._device, [one.slot(len(one.tokens) - 2, self._page_size) for one in sequences])
         self._states = self._features.index_select(0, slots)
         self._nodes = {(id(sequence), BEFORE): (-1, row) for row, sequence in enumerate(sequences)}
 

@@ -107,6 +107,10 @@ class Sequence:
         """Tokens that have pages, of one that decodes: with recurrent states, accepted drafts are computed a second time."""
         return max(self.computed, len(self.tokens) - 1)
 
+    def slot(self, place: int, page_size: int) -> int:
+        """Slot of token number `place` in the cache."""
+        return self.pages[place // page_size] * page_size + place % page_size
+
     def position(self, place: int) -> int:
         """Position of token number `place` for the rotary embedding, which images in the prompt shift."""
         return self.pictures.position(place) if self.pictures else place
@@ -219,26 +223,26 @@ class Group:
             return held, self.worst(page_size) - held, self.lacking
         if self.search is not None:
             held = self._count(page_size)
-            grow = self._beams_grow(page_size, self.last, self.search.width)
+            grow = self._beams_grow(page_size, self.search.width)
             if self.most:
                 grow = max(grow, min(self._heirs_grow(page_size, self.search.width), self.most - held))
             return held, grow, 0
-        if len(self.sequences) == 1:
+        ahead, last = self.ahead, self.last
+        if len(self.sequences) == 1:  # nearly all groups are such
             [sequence] = self.sequences
             held = len(sequence.pages)
-            return held, max(0, -(-min(sequence.reached + self.ahead, self.last) // page_size) - held), 0
+            return held, max(0, -(-min(sequence.reached + ahead, last) // page_size) - held), 0
         if self.counted < 0:
             self.counted = self._count(page_size)
-        last = self.last
-        grow = sum(max(0, -(-min(s.reached + self.ahead, last) // page_size) - len(s.pages)) for s in self.sequences)
+        grow = sum([max(0, -(-min(s.reached + ahead, last) // page_size) - len(s.pages)) for s in self.sequences])
         return self.counted, grow, 0
 
-    def _beams_grow(self, page_size: int, last: int, width: int) -> int:
+    def _beams_grow(self, page_size: int, width: int) -> int:
         """The most pages that beams take in the steps that `grow` covers: each goes on, then parents are replaced by children of
         other parents, which share the full pages and copy the partial one."""
         computed, live, taken = self.sequences[0].computed, len(self.sequences), 0
         partial = live if computed % page_size else 0
-        for _ in range(min(AHEAD, last - computed)):
+        for _ in range(min(AHEAD, self.last - computed)):
             if not computed % page_size:
                 taken, partial = taken + live, live
             computed += 1
@@ -288,11 +292,3 @@ def sequences(
     if begun:
         return begun, []
     return [Sequence(array("I", prompt), len(prompt), 0, cache_key)], list(range(choices))
-
-
-@dataclass(slots=True)
-class Batch:
-    """A named, ordered list of groups."""
-
-    uid: int
-    groups: dict[int, Group] = field(default_factory=dict)  # by uid

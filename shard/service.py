@@ -250,7 +250,12 @@ class Service:
     def execute(self, command: wire.Command, reply: Callable[[Answer], None]) -> None:
         """See `commands.CommandHandler`."""
         kind = command.WhichOneof("kind")
-        getattr(self, f"_{kind}")(getattr(command, kind), reply)
+        request = getattr(command, kind)
+        step, answer = request.step, getattr(self, f"_{kind}")(request)
+        if isinstance(answer, Future):  # a step, which may be in flight
+            answer.add_done_callback(lambda over: reply(partial(step_reply, step, over.result())))
+        else:
+            reply(lambda: answer)
 
     @property
     def underway(self) -> Callable[[], None] | None:
@@ -261,39 +266,30 @@ class Service:
         """See `commands.CommandHandler`."""
         self.engine.land()
 
-    def _prefill(self, request: wire.PrefillRequest, reply: Callable[[Answer], None]) -> None:
+    def _prefill(self, request: wire.PrefillRequest) -> "Future[Outcome]":
         groups = [group_from(message) for message in request.groups]
         chunks = list(zip(request.chunk_uids, request.chunk_lengths, strict=True))
         allowed = allowance_from(request)
-        landed = self.engine.begin_prefill(request.batch, groups, chunks, request.prompt_tokens, request.decode_batches, allowed)
-        _reply_when(landed, request.step, reply)
+        return self.engine.begin_prefill(request.batch, groups, chunks, request.prompt_tokens, request.decode_batches, allowed)
 
-    def _decode(self, request: wire.DecodeRequest, reply: Callable[[Answer], None]) -> None:
-        _reply_when(self.engine.begin_decode(request.batches, allowance_from(request)), request.step, reply)
+    def _decode(self, request: wire.DecodeRequest) -> "Future[Outcome]":
+        return self.engine.begin_decode(request.batches, allowance_from(request))
 
-    def _filter(self, request: wire.FilterRequest, reply: Callable[[Answer], None]) -> None:
+    def _filter(self, request: wire.FilterRequest) -> wire.Reply:
         engine, pool = self.engine, self.engine.pool
         engine.filter(request.drop)
         engine.end(zip(request.end_uids, request.end_choices, strict=True))
         paused = [paused_to(group, pool.page_size) for group in engine.pause(request.pause)]
-        answer = wire.Reply(filter=wire.FilterReply(step=request.step, free=pool.free, paused=paused, cached=pool.cached))
-        reply(lambda: answer)
+        return wire.Reply(filter=wire.FilterReply(step=request.step, free=pool.free, paused=paused, cached=pool.cached))
 
-    def _concat(self, request: wire.ConcatRequest, reply: Callable[[Answer], None]) -> None:
+    def _concat(self, request: wire.ConcatRequest) -> wire.Reply:
         self.engine.concat(request.into, request.batches)
-        answer = wire.Reply(concat=wire.ConcatReply(step=request.step))
-        reply(lambda: answer)
+        return wire.Reply(concat=wire.ConcatReply(step=request.step))
 
-    def _adapt(self, request: wire.AdaptRequest, reply: Callable[[Answer], None]) -> None:
-        answer = wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=self.adapter_loader.adapt(request)))
-        reply(lambda: answer)
+    def _adapt(self, request: wire.AdaptRequest) -> wire.Reply:
+        return wire.Reply(adapt=wire.AdaptReply(step=request.step, problem=self.adapter_loader.adapt(request)))
 
-    def _clear_cache(self, request: wire.ClearCacheRequest, reply: Callable[[Answer], None]) -> None:
+    def _clear_cache(self, request: wire.ClearCacheRequest) -> wire.Reply:
         self.engine.clear()
         self.adapter_loader.welcome(request.router)
-        answer = wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))
-        reply(lambda: answer)
-
-
-def _reply_when(landed: "Future[Outcome]", step: int, reply: Callable[[Answer], None]) -> None:
-    landed.add_done_callback(lambda over: reply(partial(step_reply, step, over.result())))
+        return wire.Reply(clear_cache=wire.ClearCacheReply(step=request.step, free=self.engine.pool.free))

@@ -6,6 +6,7 @@ A draft model runs on rank 0 only, which broadcasts the drafts. Pages for what i
 
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -106,7 +107,8 @@ class Speculator:
     def propose(self, asked: Listing[DraftRequest]) -> tuple[int, float]:
         """Gives the sequences their drafts. Returns how often the draft model ran, and the seconds of its runs after the first."""
         rounds, later = (self.drafter.rounds, self.drafter.later) if self.drafter else (0, 0.0)
-        proposed = self._broadcast(asked) if self._speculation.draft else self.proposer.propose(asked)
+        several = self._ranks.size > 1 and self._speculation.draft  # n-grams are looked up on each rank by itself
+        proposed = self._broadcast(asked) if several else self.proposer.propose(asked)
         self.probabilities = proposed.probabilities
         for one, draft in zip(asked, proposed.drafts, strict=True):
             one.sequence.draft, one.sequence.tried = draft.tree, draft.drawn
@@ -120,42 +122,35 @@ class Speculator:
                 self.drafter.forget(one.sequence.pages)
 
     def _asked(self, groups: Listing[Group], allowance: Allowance | None, page_size: int, chunk: int) -> list[DraftRequest]:
-        able = []
+        able, acceptances = list[DraftRequest](), list[Acceptance]()  # as much as each sequence may get
         for group in groups:
             for sequence in group.sequences:
                 sequence.acceptance = sequence.acceptance or Acceptance(self._acceptance)
                 depth = min(room(group, sequence), _before_border(sequence, chunk)) if chunk else room(group, sequence)
                 if depth and group.drafts:
-                    most = min(group.drafts, _left(group, sequence, page_size))
-                    able.append((group, sequence, sequence.acceptance, most, depth))
+                    able.append(DraftRequest(group, sequence, min(group.drafts, _left(group, sequence, page_size)), depth))
+                    acceptances.append(sequence.acceptance)
         if allowance is None:
-            counts = [worthwhile(acceptance, min(most, depth)) for _, _, acceptance, most, depth in able]
+            counts = [worthwhile(own, min(one.nodes, one.depth)) for own, one in zip(acceptances, able, strict=True)]
             rounds = max(counts, default=0)
         else:
             demands = [
-                DraftDemand(self._worth(acceptance, most, depth), allowance.needed.get(group.uid, 0.0))
-                for group, _, acceptance, most, depth in able
+                DraftDemand(self._worth(own, one), allowance.needed.get(one.group.uid, 0.0))
+                for own, one in zip(acceptances, able, strict=True)
             ]
-            acceptances = [acceptance for _, _, acceptance, _, _ in able]
             counts, rounds = self._probes.add(acceptances, *divide(demands, allowance.cost, allowance.most), allowance.cost)
-        return [
-            DraftRequest(group, sequence, count, min(depth, rounds))
-            for (group, sequence, _, _, depth), count in zip(able, counts, strict=True)
-            if count
-        ]
+        return [replace(one, nodes=count, depth=min(one.depth, rounds)) for one, count in zip(able, counts, strict=True) if count]
 
-    def _worth(self, acceptance: Acceptance, nodes: int, depth: int) -> DraftValue:
+    def _worth(self, acceptance: Acceptance, most: DraftRequest) -> DraftValue:
         """What drafts are worth for a sequence, by the shape of their tree."""
         asked = self._speculation
         if not asked.nodes and max(asked.widths, default=1) == 1:
-            return acceptance.chain(min(nodes, depth, max(len(asked.widths), asked.ngram) or nodes))
+            return acceptance.chain(min(most.nodes, most.depth, max(len(asked.widths), asked.ngram) or most.nodes))
         layers = max(self._deepest if asked.nodes else len(asked.widths), asked.ngram)
-        return acceptance.tree(nodes, min(depth, layers), max(asked.widths, default=nodes))
+        return acceptance.tree(most.nodes, min(most.depth, layers), max(asked.widths, default=most.nodes))
 
     def _broadcast(self, asked: Listing[DraftRequest]) -> Proposal:
         """The drafts that rank 0 proposes, broadcast to all ranks."""
-        if self._ranks.size == 1:
-            return self.proposer.propose(asked)
         proposed = self.proposer.propose(asked) if self.drafter else Proposal([Draft() for _ in asked])
         codes: list[int] = []
         for one, draft in zip(asked, proposed.drafts, strict=True):

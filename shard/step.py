@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import attention, batch_invariant, expanded, ragged, shared_prefixes, work_list
+from ..kernels.dispatch import triton_on
 from ..kernels.layout import AttentionLayout
 from ..kernels.spans import Spans
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
@@ -144,10 +145,14 @@ class Step:
 
     def become(self, other: "Step") -> None:
         """Takes the contents of a step for the same room, in place."""
-        assert not isinstance(self.attention, shared_prefixes.Plan | batch_invariant.Plan | expanded.Plan)
-        assert not isinstance(other.attention, shared_prefixes.Plan | batch_invariant.Plan | expanded.Plan)
         self.buffer.copy_(other.buffer, non_blocking=True)
-        self.attention.become(other.attention)
+        _paged(self.attention).become(_paged(other.attention))
+
+
+def _paged(plan: ragged.Plan) -> "paged_attention.Plan":
+    """The attention plan of a step that may be a recorded graph, or have heirs: one of pages."""
+    assert not isinstance(plan, shared_prefixes.Plan | batch_invariant.Plan | expanded.Plan)
+    return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +210,7 @@ def plan(
     have no keys of their own; before: it has n-gram embeddings. Raises ragged.CapacityExceeded if there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
-    later = fronts and ragged.by_triton(layout)  # only the device knows which beam each heir continues
+    later = fronts and triton_on(layout.device)  # only the device knows which beam each heir continues
     tables = _tables(spans, picked if fronts and not later else None)
     rows = [_row(span, pages, later) for span, pages in zip(spans, tables, strict=True)]
     order, attended = ragged.plan(rows, layout, room.attention if room else None)
@@ -222,11 +227,12 @@ def plan(
     lists.before = _before(spans, order, len(lengths), before) if before else []
     step = _step(lists, attended, layout, lengths, states)
     if showing:
-        step = replace(step, turned=_turned(lists.positions, showing, layout), shown=[_shown(*mark, layout) for mark in marks])
+        shown = [ImageTokens(picture, *lists_to_device(layout.device, *both)) for picture, *both in marks]
+        step = replace(step, turned=_axes(range(1, AXES), lists.positions, showing, 0, layout), shown=shown)
     back = layout.members - 1
     early = [(starts[i], spans[i]) for i in order if back > 0 and spans[i].sequence.shows(spans[i].start - back)]
     if early:
-        step = replace(step, firsts=_firsts(lists.positions, early, layout))
+        step = replace(step, firsts=_axes(range(AXES), lists.positions, early, back, layout))
     if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
         step = replace(step, last=_last(spans, starts, layout))
     if picked is not None:
@@ -255,10 +261,6 @@ def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool)
         slots += [own[place // size] * size + place % size for place in places]
         numbers += [span.sequence.adapter] * len(span.tokens) if adapted else ()
     return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
-
-
-def _shown(picture: PromptImage, tokens: list[int], numbers: list[int], layout: AttentionLayout) -> ImageTokens:
-    return ImageTokens(picture, *lists_to_device(layout.device, tokens, numbers))
 
 
 def parted(spans: Listing[Span]) -> list[Span]:
@@ -302,34 +304,23 @@ def _positions(span: Span) -> list[int]:
     return sequence.pictures.positions(0, start, start + len(span.tokens))
 
 
-def _turned(positions: Listing[int], showing: Listing[tuple[int, Span]], layout: AttentionLayout) -> Tensor | None:
-    """See `Step.turned`. showing: spans with images, and the index of their first tokens in the step."""
-    axes = []
-    for axis in range(1, AXES):
-        axes.append([*positions])
+def _axes(
+    axes: range, positions: Listing[int], showing: Listing[tuple[int, Span]], back: int, layout: AttentionLayout
+) -> Tensor | None:
+    """Positions along these axes of the tokens that are `back` places before those of the step: [axes, tokens]; of a sequence's
+    first tokens, before which there are fewer, 0. None: axes are equal. positions: along the first axis; showing: spans for which
+    some of these tokens stand within images or before them, and the index of each one's first token in the step."""
+    found = []
+    for axis in axes:
+        found.append([max(0, position - back) for position in positions])
         for first, span in showing:
-            assert span.sequence.pictures is not None
-            if not span.sequence.pictures.turned:
-                return None
-            stop = span.start + len(span.tokens)
-            axes[-1][first : first + len(span.tokens)] = span.sequence.pictures.positions(axis, span.start, stop)
-    return to_device(torch.tensor(axes), layout.device)
-
-
-def _firsts(positions: Listing[int], early: Listing[tuple[int, Span]], layout: AttentionLayout) -> Tensor | None:
-    """See `Step.firsts`. early: spans whose first pool begins within an image or before it, and the index of their first tokens in
-    the step."""
-    back, axes = layout.members - 1, []
-    for axis in range(AXES):
-        axes.append([max(0, position - back) for position in positions])
-        for first, span in early:
             assert span.sequence.pictures is not None
             if not span.sequence.pictures.turned:
                 return None
             begin, end = max(0, span.start - back), max(0, span.start + len(span.tokens) - back)
             own = span.sequence.pictures.positions(axis, begin, end)
-            axes[-1][first + len(span.tokens) - len(own) : first + len(span.tokens)] = own
-    return to_device(torch.tensor(axes), layout.device)
+            found[-1][first + len(span.tokens) - len(own) : first + len(span.tokens)] = own
+    return to_device(torch.tensor(found), layout.device)
 
 
 def _marks(first: int, span: Span) -> Iterator[tuple[PromptImage, list[int], list[int]]]:
@@ -379,7 +370,6 @@ def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> list[list[int
 def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: DeviceSamples) -> None:
     """Fills in, on the device, where it is known which beam each heir continues, the pages of a front that its beams don't all
     share."""
-    assert not isinstance(step.attention, shared_prefixes.Plan | batch_invariant.Plan | expanded.Plan)
     assert picked.parents is not None
     offsets = [0, *accumulate(work_list.width(row, size) for row in rows)]
     tables: list[int] = []  # of every front's beams
@@ -398,7 +388,7 @@ def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], siz
     if wanted:
         places, sources, firsts, strides, found = lists_to_device(picked.parents.device, *zip(*wanted, strict=True), tables)
         pages = found.index_select(0, firsts + picked.parents.index_select(0, sources) * strides)
-        step.attention.pages.index_copy_(0, places, pages.int())
+        _paged(step.attention).pages.index_copy_(0, places, pages.int())
 
 
 def follow(before: Step, spans: Listing[Span], layout: AttentionLayout) -> Step | None:
@@ -411,8 +401,7 @@ def follow(before: Step, spans: Listing[Span], layout: AttentionLayout) -> Step 
     tokens = [spans[i].tokens[0] for i in order]
     places = [spans[i].start for i in order]
     positions = [spans[i].sequence.position(place) for i, place in zip(order, places, strict=True)]
-    size = layout.page_size
-    slots = [spans[i].sequence.pages[place // size] * size + place % size for i, place in zip(order, places, strict=True)]
+    slots = [spans[i].sequence.slot(place, layout.page_size) for i, place in zip(order, places, strict=True)]
     wanted = sorted(range(len(order)), key=order.__getitem__)
     attended = shared_prefixes.follow(before.attention, torch.tensor(slots, device=layout.device))
     return _step(_Lists(tokens, positions, slots, [], wanted), attended, layout) if attended is not None else None

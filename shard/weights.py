@@ -63,7 +63,7 @@ class Weights:
         self, name: str, shape: tuple[int, ...], cut: tuple[int, int, int] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See Source."""
-        stored = self._stored(self._place(name), name, "get_slice")
+        stored = self._stored(self._place(name), name)
         found, kind = tuple(stored.get_shape()), stored.get_dtype()
         if kind not in ("F64", "F32", "F16", "BF16"):  # two numbers in a byte also have another shape
             what = "by config.json it is not quantized, or no matrix of a layer, of which alone few bits are read"
@@ -76,7 +76,7 @@ class Weights:
 
     def stored(self, name: str, kinds: tuple[str, ...]) -> Tensor:
         """See Source."""
-        stored = self._stored(self._place(name), name, "get_slice")
+        stored = self._stored(self._place(name), name)
         kind = stored.get_dtype()
         if kind not in kinds:
             raise Unsupported(
@@ -87,19 +87,19 @@ class Weights:
     def has(self, name: str, shape: tuple[int, ...] | None = None) -> bool:
         """See Source."""
         path = self._places.get(name)
-        return path is not None and shape in (None, tuple(self._stored(path, name, "get_slice").get_shape()))
+        return path is not None and shape in (None, tuple(self._stored(path, name).get_shape()))
 
     def scale(self, name: str, size: int) -> Tensor | None:
         """See Source."""
         path = self._places.get(name)
         if path is None:
             return None
-        found = self._stored(path, name, "get_tensor").float().flatten()
+        found = sliced(self._stored(path, name), None).float().flatten()
         if len(found) not in (1, size):
             raise Unsupported(
                 f"tensor {name} has {len(found)} numbers, by config.json there are {size}: they belong to different models"
             )
-        return found.expand(size).contiguous().to(self.device)  # type: ignore[no-any-return]
+        return found.expand(size).contiguous().to(self.device)
 
     def _place(self, name: str) -> Path:
         path = self._places.get(name)
@@ -114,12 +114,12 @@ class Weights:
             raise Unsupported(f"{self._folder} has no tensor {name}: is the download complete, and config.json the model's own?")
         return path
 
-    def _stored(self, path: Path, name: str, read: str) -> Any:
-        """The tensor, by one of safetensors' methods."""
+    def _stored(self, path: Path, name: str) -> Any:
+        """The tensor as one of safetensors' slices, of which nothing is read yet."""
         if path not in self._files:
             self._files[path] = opened(path)
         try:
-            return getattr(self._files[path], read)(name)
+            return self._files[path].get_slice(name)
         except SafetensorError as error:
             raise Unsupported(f"{path} has no tensor {name} ({error}): download it again") from None
 

@@ -83,7 +83,7 @@ class RandomTraffic:
         self.groups[uid] = message(tiny.group(uid, tokens, total - length, Sampling(seed=uid % 3), **more))
         self.running[uid] = set(range(search.width if search else choices))
         job = Job(uid, length, total - length, len(self.running[uid]), float(-uid))
-        if self.engine.books.prefixes is not None:
+        if self.engine.books.prefixes.enabled:
             job.prefix_keys = self.prefix_keys.of(tuple(tokens), "")
         self.scheduler.arrive(job)
 

@@ -40,7 +40,7 @@ class BeamSearch:
         complete: list[Candidate] = []
         for rank, candidate in enumerate(picks):
             if candidate is None:
-                return Verdict([], [], failure=NOT_FINITE)
+                return Verdict(failure=NOT_FINITE)
             assert isinstance(candidate, Candidate)
             if not finish_of(group, candidate, length):
                 live.append(candidate)
@@ -51,7 +51,7 @@ class BeamSearch:
         search.keep(fresh)
         grown = _grown(search, live, zip(complete, fresh, strict=True), length) if search.watched else None
         if not live and not search.kept:
-            return Verdict([], [], failure=NOTHING)
+            return Verdict(failure=NOTHING)
         if not live or search.over(live[0].score, length, group.max_new_tokens):
             answers = search.kept[: search.wanted]
             rows = [row for choice, answer in enumerate(answers) for row in _rest(choice, answer, search.streamed)]

@@ -10,7 +10,6 @@ import heapq
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 # Of the acceptance statistics. Depths beyond the last count as the last; ranks among siblings beyond it are worth nothing.
 DEPTHS = 8
@@ -155,13 +154,6 @@ class DraftDemand:
     needed: float = 0.0  # tokens that this step must bring to meet its latency target; 0: it has no target
 
 
-class Cost(Protocol):
-    """The cost model of a step."""
-
-    def seconds(self, drafts: int, rounds: int) -> float:
-        """Seconds of a step with this many drafts, for which the draft model ran `rounds` times. Non-decreasing in both."""
-
-
 @dataclass(frozen=True, slots=True)
 class LinearCost:
     """A linear cost model, which the router fits to measured steps. Seconds."""
@@ -172,7 +164,7 @@ class LinearCost:
     first: float = 0.0  # added if there are any drafts: such a step takes another path through the model
 
     def seconds(self, drafts: int, rounds: int) -> float:
-        """See Cost."""
+        """Seconds of a step with this many drafts, for which the draft model ran `rounds` times. Non-decreasing in both."""
         return self.step + self.draft * drafts + self.round * rounds + (self.first if drafts else 0.0)
 
 
@@ -186,7 +178,7 @@ class Allowance:
     needed: dict[int, float] = field(default_factory=dict)
 
 
-def divide(demands: Listing[DraftDemand], cost: Cost, most: int) -> tuple[list[int], int]:
+def divide(demands: Listing[DraftDemand], cost: LinearCost, most: int) -> tuple[list[int], int]:
     """The number of drafts for each sequence, `most` in all, and the number of rounds: no tree may be deeper.
 
     First come sequences with a latency target, the most urgent first, until their expected tokens meet it. Then whoever gains most,
@@ -216,7 +208,7 @@ def divide(demands: Listing[DraftDemand], cost: Cost, most: int) -> tuple[list[i
 
 
 def _most_per_second(
-    rest: Listing[tuple[float, int, int]], cost: Cost, given: int, left: int, expected: float, rounds: int
+    rest: Listing[tuple[float, int, int]], cost: LinearCost, given: int, left: int, expected: float, rounds: int
 ) -> tuple[list[int], int]:
     """The sequences that get one more draft, each as often as it does, and the number of rounds. rest: (gain, sequence, rounds), by
     decreasing gain."""
@@ -251,7 +243,7 @@ class Probes:
     def __init__(self) -> None:
         self._saved = 0.0  # seconds saved up for trials
 
-    def add(self, acceptances: Listing[Acceptance], counts: list[int], rounds: int, cost: Cost) -> tuple[list[int], int]:
+    def add(self, acceptances: Listing[Acceptance], counts: list[int], rounds: int, cost: LinearCost) -> tuple[list[int], int]:
         """`counts` and `rounds` of a step, with one more draft for the sequence that is longest beyond its patience, if the time
         budget allows. Counts the steps without drafts."""
         for acceptance, count in zip(acceptances, counts, strict=True):

@@ -53,12 +53,12 @@ class Expansion:
     found: Tensor
     tops: Tops | None = None
 
-    def pending(self) -> PendingPicks[list[list[Candidate | None]]]:
+    def pending(self) -> PendingPicks[list[list[Pick | None]]]:
         """The candidates of each set, best first, or in the order in which they were drawn; fewer if there are no more, [None] if
         logits are not finite. On the device: the best that don't end, `width` of each set."""
         arrival = HostCopy(self.found, *(self.tops.tensors if self.tops else ()))
 
-        def take() -> list[list[Candidate | None]]:
+        def take() -> list[list[Pick | None]]:
             found, *top = arrival.lists()
             tops = self.tops.listed(*top) if self.tops else {}
             parts = zip(self.sets, _starts(self.sets), *found, strict=False)
@@ -112,7 +112,7 @@ def _starts(sets: Listing[Beams]) -> list[int]:
     return [0, *accumulate(len(beams.rows) for beams in sets)]
 
 
-def _candidates(beams: Beams, start: int, found: Listing[Listing[float]], tops: dict[int, Top]) -> list[Candidate | None]:
+def _candidates(beams: Beams, start: int, found: Listing[Listing[float]], tops: dict[int, Top]) -> list[Pick | None]:
     """A set's candidates on the host. start: its first row; found: its part of `Expansion.found`."""
     if math.isnan(found[0][0]):
         return [None]

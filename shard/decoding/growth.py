@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.sampling import filtered, first_largest, perturbed
+from ...kernels.sampling import first_largest
 from ..sequence import Sequence
 from .proposers import DraftRequest, Proposal
-from .sampler import Row, draws_of, penalized
+from .sampler import Row, draws_of, noised, penalized
 from .tree import ROOT, DraftToken, lay
 from .verify import Draft, VerificationRule, distributions, propose, row
 
@@ -50,7 +50,7 @@ class GrowingTree:
     """A draft tree under construction: nodes in the order in which they were added."""
 
     asked: DraftRequest
-    fixed: bool = False  # its shape may not depend on what is drawn
+    fixed: bool  # its shape may not depend on what is drawn
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the whole path to each node
@@ -240,22 +240,16 @@ def _draft(growing: GrowingTree) -> Draft:
 def best(logits: Tensor, rows: Listing[Row], width: int) -> tuple[Tensor, Tensor]:
     """The top tokens of each row under its sampling noise, and their log-probabilities given the noise: [rows, width] each, or
     narrower for a smaller vocabulary; -inf where a row's filters leave no more."""
-    scores = penalized(logits, rows)
-    greedy = [i for i, one in enumerate(rows) if not one.sampling.temperature > 0]
-    sampled = [i for i, one in enumerate(rows) if one.sampling.temperature > 0]
-    if not sampled:
-        return _largest(scores.log_softmax(-1), width)
+    found = []
+    for part, noisy in noised(penalized(logits, rows), rows):
+        columns, values = _largest(noisy.log_softmax(-1), width)
+        found.append((part.rows, columns if part.ids is None else part.ids.gather(1, columns), values))
+    if len(found) == 1:  # of all rows, in their order
+        return found[0][1:]
     ids = torch.zeros(len(rows), width, dtype=torch.int64, device=logits.device)
     logprobs = torch.full((len(rows), width), -torch.inf, device=logits.device)
-    if greedy:
-        columns, values = _largest(scores[greedy].log_softmax(-1), width)
-        ids[greedy, : values.shape[1]], logprobs[greedy, : values.shape[1]] = columns, values
-    draws = draws_of([rows[i] for i in sampled], logits.device)
-    lines = torch.tensor(sampled, device=logits.device)
-    for part in filtered(scores[sampled], draws):
-        columns, values = _largest(perturbed(part, draws).log_softmax(-1), width)
-        found = columns if part.ids is None else part.ids.gather(1, columns)
-        ids[lines[part.rows], : values.shape[1]], logprobs[lines[part.rows], : values.shape[1]] = found, values
+    for lines, tokens, values in found:
+        ids[lines, : values.shape[1]], logprobs[lines, : values.shape[1]] = tokens, values
     return ids, logprobs
 
 

@@ -33,7 +33,7 @@ class Sample:
         emitted, ended = [], []
         for sequence, pick in zip(group.sequences, picks, strict=True):
             if pick is None:
-                return Verdict([], [], failure=NOT_FINITE)
+                return Verdict(failure=NOT_FINITE)
             sequence.tokens.append(pick.token)
             finish = finish_of(group, pick, sequence.generated)
             if finish:

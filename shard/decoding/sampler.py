@@ -4,7 +4,7 @@ of logits, a batch at once. Knows rows of logits and their parameters, not the s
 Everything runs on rank 0: the other ranks receive the tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...kernels import noise
 from ...kernels.beam import largest, most_probable
 from ...kernels.dispatch import triton_for
-from ...kernels.sampling import Draws, Filtered, Penalties, allow, draw, filtered, first_largest, penalize
+from ...kernels.sampling import Draws, Filtered, Penalties, allow, filtered, first_largest, penalize, perturbed
 from ...kernels.transfer import HostCopy, list_to_device, lists_to_device, to_device
 from ..sequence import Sampling
 from ..step import DeviceSamples
@@ -159,7 +159,7 @@ def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> li
     scores = penalized(logits, rows)
     if mask is not None:
         scores = allow(scores, mask)
-    picked = _choose(scores, rows)
+    picked = [(part, first_largest(noisy)) for part, noisy in noised(scores, rows)]
     tokens = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     for part, columns in picked:
         tokens[part.rows] = columns if part.ids is None else part.ids.gather(1, columns.unsqueeze(1)).squeeze(1)
@@ -215,21 +215,19 @@ def _counted(row: Row) -> Listing[NDArray[numpy.int64]]:
     return prompt if repeated else NONE, output
 
 
-def _choose(scores: Tensor, rows: Listing[Row]) -> list[tuple[Filtered, Tensor]]:
-    """Samples every row: (distribution, chosen columns) in parts, each row in one of them."""
-    device = scores.device
-    everything = torch.arange(len(rows), device=device)
+def noised(scores: Tensor, rows: Listing[Row]) -> Iterator[tuple[Filtered, Tensor]]:
+    """The distributions of all rows, in parts, each row in one of them; and their scores with noise, of which the largest are
+    drawn. Rows without a temperature have neither filters nor noise."""
+    everything = torch.arange(len(rows), device=scores.device)
     sampled = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    if not sampled:
-        return [(Filtered(everything, scores, None), first_largest(scores))]
-    picked = []
     if len(sampled) < len(rows):
-        greedy = everything[[i for i, row in enumerate(rows) if not row.sampling.temperature > 0]]
-        picked.append((Filtered(greedy, scores[greedy], None), first_largest(scores[greedy])))
-    indices = everything[sampled]
-    draws = draws_of([rows[i] for i in sampled], device)
-    parts = filtered(scores[indices], draws)
-    return picked + [(Filtered(indices[part.rows], part.scores, part.ids), draw(part, draws)) for part in parts]
+        greedy = everything[[i for i, row in enumerate(rows) if not row.sampling.temperature > 0]] if sampled else everything
+        own = scores[greedy] if sampled else scores
+        yield Filtered(greedy, own, None), own
+    if sampled:
+        indices, draws = everything[sampled], draws_of([rows[i] for i in sampled], scores.device)
+        for part in filtered(scores[indices], draws):
+            yield Filtered(indices[part.rows], part.scores, part.ids), perturbed(part, draws)
 
 
 def draws_of(rows: Listing[Row], device: torch.device) -> Draws:

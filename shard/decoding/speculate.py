@@ -31,7 +31,7 @@ class Speculate:
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Keeps the accepted tokens, and moves their keys and values to the slots where plain decoding would have written them."""
-        verdict = Verdict([], [])
+        verdict = Verdict()
         first = 0
         for sequence in group.sequences:
             tree, sequence.draft, sequence.tried = sequence.draft, Tree(), ()
@@ -39,7 +39,7 @@ class Speculate:
             first += 1 + len(tree)
             start = len(sequence.tokens)  # the position of the first draft
             if not accepted.picks:
-                return Verdict([], [], failure=NOT_FINITE)
+                return Verdict(failure=NOT_FINITE)
             for place, pick in enumerate(accepted.picks, 1):
                 sequence.tokens.append(pick.token)
                 finish = accepted.finish if place == len(accepted.picks) else Finish.NOT

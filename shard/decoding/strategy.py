@@ -62,8 +62,8 @@ class Grown:
 class Verdict:
     """The outcome of a step for a group: new tokens, ended sequences, surviving beams, and the moves in the KV cache."""
 
-    emitted: list[Emitted]
-    ended: list[Sequence]  # nothing more comes of them: their pages are freed
+    emitted: list[Emitted] = field(default_factory=list)
+    ended: list[Sequence] = field(default_factory=list)  # nothing more comes of them: their pages are freed
     children: list[Child] = field(default_factory=list)  # surviving beams, which replace all sequences, if there are any
     scores: list[float] | None = None  # of the answers, once a beam search has ended
     grown: Grown | None = None

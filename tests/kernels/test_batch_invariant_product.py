@@ -153,7 +153,7 @@ for one in fused_batch_invariant.compilations():
         if one.name.startswith("invariant queries") and target.name in one.targets and target.name in ("sm_90", "gfx942"):
             found = []
             for stride in ("i32:16", "i32"):
-                made = compile._compiled(replace(one, signature=one.signature | {"x_stride": stride}), target)
+                made = compile._compiled(replace(one, types=one.signature | {"x_stride": stride}), target)
                 code = made.asm["amdgcn" if target.gpu.backend == "hip" else "ptx"]
                 found.append(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma)[\w.:]*", code))
             print(target.name, len(found[0]) > 0, found[0] == found[1])

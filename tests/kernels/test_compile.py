@@ -48,7 +48,7 @@ def invalid(x, SIZE: tl.constexpr):
 
 def planted(kernel, pointer, size, warps, hot):
     constants = {"SIZE": size}
-    return Compilation(kernel=kernel, name=kernel.__name__, signature={"x": pointer}, constants=constants, warps=warps, hot=hot)
+    return Compilation(kernel=kernel, name=kernel.__name__, types={"x": pointer}, constants=constants, warps=warps, hot=hot)
 
 
 compilations = [

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from penstock.kernels import dispatch, indexed, indexed_attention, operations, ragged, reference
+from penstock.kernels import dispatch, indexed_attention, operations, ragged, reference
 from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.indexed import BlockSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
@@ -158,7 +158,7 @@ def test_ties_of_block_scores_select_the_first_blocks_after_the_local_one() -> N
     selection = BlockSelection(torch.zeros(2, 2, SIZE), torch.zeros(1, 1, 1, SIZE), 2 * BLOCK, BLOCK, 1)
     mask = torch.zeros(1, 1, 2, 5 * BLOCK)
     mask[:, :, 0, 4 * BLOCK :] = -torch.inf
-    found = indexed.masked_by_blocks(selection, torch.randn(1, 5 * BLOCK, SIZE), 0, 2, mask)
+    found = selection.masked(torch.randn(1, 5 * BLOCK, SIZE), 0, 2, mask)
     assert found is not None
     selected = found[0].isfinite().unflatten(2, (5, BLOCK)).all(3)
     assert selected.tolist() == [[[True, False, False, True, False], [True, False, False, False, True]]] * 2

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from penstock.kernels import dispatch, fused_index, indexed, indexed_attention, operations, paged_attention, ragged
+from penstock.kernels import dispatch, fused_index, indexed_attention, operations, paged_attention, ragged
 from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.indexed import TokenSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
@@ -196,7 +196,7 @@ def test_ties_of_scores_select_the_first_tokens() -> None:
     selection = TokenSelection(torch.zeros(2, HEADS, SIZE), torch.ones(2, HEADS), 3)
     mask = torch.zeros(1, 1, 2, 6)
     mask[:, :, :, 1] = -torch.inf
-    found = indexed.narrowed(selection, torch.randn(1, 6, SIZE), 0, 2, mask)
+    found = selection.masked(torch.randn(1, 6, SIZE), 0, 2, mask)
     assert found is not None
     assert found[0, 0].isfinite().tolist() == [[True, False, True, True, False, False]] * 2
 

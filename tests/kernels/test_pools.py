@@ -11,7 +11,7 @@ from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from penstock.kernels import dispatch, fused_pools, indexed, indexed_attention, ragged
+from penstock.kernels import dispatch, fused_pools, indexed_attention, ragged
 from penstock.kernels.attention import AttentionOptions, Row
 from penstock.kernels.indexed import PoolSelection
 from penstock.kernels.layout import AttentionLayout, LayerKind
@@ -112,8 +112,8 @@ def test_layers_without_an_indexer_reuse_the_previous_selection() -> None:
     """The selection is made once. It does not include the incomplete pool, which is always visible."""
     selection = PoolSelection(torch.randn(2, HEADS, SIZE), torch.randn(2, HEADS), 4, members=2)
     mask = torch.tensor([[0.0] * 8 + [-torch.inf], [0.0] * 9]).view(1, 1, 2, 9)
-    found = indexed.masked_by_pools(selection, torch.randn(1, 9, 2 * SIZE), 0, 2, mask)
-    reused = indexed.masked_by_pools(selection, torch.empty(1, 9, 0), 0, 2, mask)
+    found = selection.masked(torch.randn(1, 9, 2 * SIZE), 0, 2, mask)
+    reused = selection.masked(torch.empty(1, 9, 0), 0, 2, mask)
     assert found is not None
     assert reused is not None
     assert found.equal(reused)

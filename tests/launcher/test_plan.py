@@ -361,6 +361,13 @@ def test_gpus_are_used_and_sharded_as_options_say(tmp_path: Path) -> None:
     assert without.token_bytes * 2 == both.token_bytes
 
 
+@pytest.mark.parametrize("rows", [0, 1, 5, 8, 511, 512, 513, 4096])
+def test_decodes_of_all_sizes_have_a_graph_each_as_far_as_there_are_any(rows: int) -> None:
+    sizes = graph_sizes.decodes(None, rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1:] == [min(rows, 512)] * (rows > 0)
+
+
 @pytest.mark.parametrize(
     ("options", "config", "machine", "message"),
     [

@@ -232,7 +232,7 @@ class AuditedEngine(Engine):
         self.host: Any = FakeHostPages(self.cache, self._copies)
         kept_states = 0 if self._states else None
         self.books = Books(self.pool, self.cache, self._prefix_caching, kept_states, self.host if self._copies else None)
-        if self._states and self.books.prefixes is not None:
+        if self._states and self.books.prefixes.enabled:
             self.books.prefixes.most = KEPT
         self.forward: Any = lambda spans, picked=None: self.decoder(spans, self.cache, picked)
         evicted = self.pool.evicted
@@ -263,20 +263,19 @@ class AuditedEngine(Engine):
             assert min(group.reported) >= 0
             for sequence in group.sequences:
                 assert len(sequence.pages) == -(-sequence.computed // size)
-        if self.books.prefixes is not None:
-            for page, node in self.books.prefixes._nodes.items():
-                assert all(self.cache.content[page * size + place] is not None for place in range(size)), (
-                    "a cached page is not computed"
-                )
-                assert node.parent is not None
-                assert references[node.parent.page] >= references[page] or not node.parent.depth, (
-                    "a page is held without its predecessor"
-                )
-            assert {node.state: node for node in self.books.prefixes._nodes.values() if node.state} == self.books.prefixes.states
-            for slot, node in self.books.prefixes.states.items():
-                assert self.cache.states[slot] == self.cache.content[(node.page + 1) * size - 1], (
-                    "a kept state covers other tokens than its page"
-                )
+        for page, node in self.books.prefixes._nodes.items():
+            assert all(self.cache.content[page * size + place] is not None for place in range(size)), (
+                "a cached page is not computed"
+            )
+            assert node.parent is not None
+            assert references[node.parent.page] >= references[page] or not node.parent.depth, (
+                "a page is held without its predecessor"
+            )
+        assert {node.state: node for node in self.books.prefixes._nodes.values() if node.state} == self.books.prefixes.states
+        for slot, node in self.books.prefixes.states.items():
+            assert self.cache.states[slot] == self.cache.content[(node.page + 1) * size - 1], (
+                "a kept state covers other tokens than its page"
+            )
 
     def most(self, group: Any) -> int:
         """Pages that the group needs for its next two decode steps; shared pages count once."""

@@ -261,7 +261,7 @@ def test_logprobs_of_two_ranks_equal_those_of_one() -> None:
         engine = tiny.rank_engine("qwen2", ranks)
         groups = [tiny.group(uid, tokens, 4, sampling, top_n=3, prompt_logprobs=True) for uid, tokens in enumerate(token_lists)]
         outcome = engine.prefill(1, groups, [(uid, len(tokens)) for uid, tokens in enumerate(token_lists)], 999, [])
-        scores = [score for _, values in outcome.prompts for score in values]
+        scores = [score for _, values, _ in outcome.prompts for score in values]
         return scores + [value for _, emitted in outcome.emitted for _, value in emitted.pick.top]
 
     first, _ = tiny.ThreadedRanks().run(work)
@@ -533,7 +533,7 @@ def test_invalid_groups_fail_without_affecting_others() -> None:
     outcome = engine.prefill(2, bad, [(2, 1), (3, 2), (4, 1), (5, 1), (6, 2), (77, 4)], 99, [])
     failed = dict(outcome.failed)
     assert set(failed) == {1, 2, 3, 4, 5, 7, 8, 9, 11}  # not 77, an unknown uid: it may have ended just before
-    assert {uid for batch in engine.books.batches.values() for uid in batch.groups} == {6, 10}  # failed groups are gone,
+    assert {uid for batch in engine.books.batches.values() for uid in batch} == {6, 10}  # failed groups are gone,
     # and so is the earlier group with the same uid
     assert engine.pool.pages - engine.pool.free == len(
         {page for uid in (6, 10) for page in engine.books.groups[uid].sequences[0].pages}

@@ -270,9 +270,9 @@ def record_pages_and_forks(engine: Engine) -> tuple[list[int], list[int]]:
         peak.append(engine.pool.pages - engine.pool.free)
         return pages
 
-    def forked(group: Group, children: Sequence[Child], tops: bool) -> None:
+    def forked(group: Group, children: Sequence[Child]) -> None:
         forks[0] += len(children)
-        fork(group, children, tops)
+        fork(group, children)
 
     engine.pool.take, engine.books.forks.fork = taken, forked  # type: ignore[method-assign]
     return peak, forks

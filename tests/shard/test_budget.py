@@ -18,7 +18,6 @@ from penstock.shard.decoding.budget import (
     PROBING,
     RANKS,
     Acceptance,
-    Cost,
     DraftDemand,
     DraftValue,
     LinearCost,
@@ -36,7 +35,7 @@ class SteppedCost:
     at_once: int
 
     def seconds(self, drafts: int, rounds: int) -> float:
-        """See Cost."""
+        """See LinearCost."""
         return 1.0 + (4 + drafts) // self.at_once + 0.1 * rounds
 
 
@@ -45,13 +44,13 @@ def draft_value(chance: random.Random, most: int) -> DraftValue:
     return DraftValue(gains, [chance.randint(1, 3) for _ in gains])
 
 
-def cost(chance: random.Random) -> Cost:
+def cost(chance: random.Random) -> LinearCost | SteppedCost:
     if chance.random() < 0.5:
         return SteppedCost(chance.randint(1, 9))
     return LinearCost(1.0, chance.choice([0.0, 0.05, 0.3, 1.0]), chance.choice([0.0, 0.1, 0.5]))
 
 
-def rate(demands: Sequence[DraftDemand], counts: Sequence[int], rounds: int, price: Cost) -> float:
+def rate(demands: Sequence[DraftDemand], counts: Sequence[int], rounds: int, price: LinearCost | SteppedCost) -> float:
     """Tokens per second, with at most so many draft rounds."""
     tokens = float(len(demands))
     for demand, count in zip(demands, counts, strict=True):
@@ -297,7 +296,7 @@ def test_sequence_that_exceeds_its_patience_most_is_probed_first() -> None:
 class SimulatedSequences:
     """Simulated sequences whose drafts are accepted with given probabilities, on a device with a given cost."""
 
-    def __init__(self, seed: int, sequences: int, rates: Sequence[float], price: Cost, most: int = 4) -> None:
+    def __init__(self, seed: int, sequences: int, rates: Sequence[float], price: LinearCost | SteppedCost, most: int = 4) -> None:
         self._chance = random.Random(seed)
         self.trackers = [Acceptance() for _ in range(sequences)]
         self.rates = list(rates)

@@ -44,12 +44,12 @@ def with_free_drafts(engine: Engine) -> Engine:
     allowance = Allowance(LinearCost(1.0, 0.0, 0.0), 1000)
 
     def prefill(*arguments: object) -> Outcome:
-        return plain_prefill(*arguments, allowance)  # type: ignore[arg-type]
+        return plain_prefill(*arguments, allowance)
 
     def decode(batches: Sequence[int]) -> Outcome:
         return plain_decode(batches, allowance)
 
-    engine.prefill, engine.decode = prefill, decode  # type: ignore[method-assign,assignment]
+    engine.prefill, engine.decode = prefill, decode  # type: ignore[method-assign]
     return engine
 
 

@@ -223,7 +223,9 @@ def test_memory_for_sparse_attention_is_reserved(monkeypatch: pytest.MonkeyPatch
     bytes_per_pair = indexed.PRODUCT_BYTES * 4 + 4 * 8
     assert pool_bytes[1] * model_shape.kv_elements(1) // variant.kv_elements(1) > pool_bytes[0]
     assert engine.decoder.ranks.size == 1
-    assert bytes_per_pair * 64 * 100_000 == pytest.approx(memory._chosen(_with_shape(engine, model_shape), 128, 100_000), rel=0.01)
+    assert bytes_per_pair * 64 * 100_000 == pytest.approx(
+        memory._selection_bytes(_with_shape(engine, model_shape), 128, 100_000), rel=0.01
+    )
 
 
 def _with_shape(engine: Any, found: Shape) -> Any:

@@ -186,7 +186,7 @@ def test_memory_for_indexer_scores_is_reserved(monkeypatch: pytest.MonkeyPatch) 
         shape = engine.decoder.shape
         token = 4 * shape.kv_elements(1)
         reserved[name] = free - 2 * (1 << 20) - 2 * 100_000 * token // shape.layers - pages * 16 * token
-        reserved[name] -= memory._expanded(engine, 128, 100_000)  # reserved only for models without an indexer
+        reserved[name] -= memory._expansion_bytes(engine, 128, 100_000)  # reserved only for models without an indexer
     assert 0 <= reserved["deepseek-v3"] < 1 << 16
     assert 0 <= reserved["deepseek-v32"] - 64 * 100_000 * 32 < 1 << 16
 

@@ -99,7 +99,7 @@ def test_expanded_and_absorbed_attention_agree_with_an_8_bit_kv_cache(
         engine.resize(64)
         groups = [tiny.group(uid, prompt(uid, length), 3, prompt_logprobs=True) for uid, length in ((1, 70), (2, 4))]
         return torch.tensor(
-            [score for _, logprobs in engine.prefill(0, groups, [(1, 70), (2, 4)], 74, []).prompts for score in logprobs]
+            [score for _, logprobs, _ in engine.prefill(0, groups, [(1, 70), (2, 4)], 74, []).prompts for score in logprobs]
         )
 
     found = prompt_logprobs()
@@ -144,9 +144,9 @@ def test_roofline_of_prefill_counts_expanded_attention() -> None:
 def test_memory_for_expanded_keys_and_values_is_reserved() -> None:
     """For the longest sequence: keys and values of some heads, and a copy of its latents."""
     engine = tiny.engine("deepseek-v3")
-    assert memory._expanded(engine, 64, 1000) == 4 * 1000 * (8 * 2 * 20 + 24 + 8)
-    assert memory._expanded(engine, 64, 100_000) == (32 << 20) + 4 * 100_000 * (24 + 8)
-    assert memory._expanded(tiny.engine("deepseek-v32"), 64, 1000) == 0
+    assert memory._expansion_bytes(engine, 64, 1000) == 4 * 1000 * (8 * 2 * 20 + 24 + 8)
+    assert memory._expansion_bytes(engine, 64, 100_000) == (32 << 20) + 4 * 100_000 * (24 + 8)
+    assert memory._expansion_bytes(tiny.engine("deepseek-v32"), 64, 1000) == 0
 
 
 def test_logits_check_fails_if_chunks_do_not_attend_to_the_context_before_them(monkeypatch: pytest.MonkeyPatch) -> None:

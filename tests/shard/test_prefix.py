@@ -201,7 +201,7 @@ class EvictsShared(PagePool):
 class KeepsEvicted(PrefixCache):
     """Still finds pages that were evicted and taken for other content."""
 
-    def _remove(self, page: int) -> None:
+    def _evicted(self, page: int) -> None:
         self._nodes.pop(page)
 
 

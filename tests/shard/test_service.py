@@ -300,7 +300,7 @@ def test_pause_returns_continuations_of_the_choices_that_have_not_ended(warm: In
 def test_prefix_caching_follows_the_setting() -> None:
     for wanted in (True, False):
         config = ShardConfig(folder=str(tiny.folder(NAME)), model=NAME, prefix_caching=wanted)
-        assert (load(config, lambda stage: None).books.prefixes is not None) == wanted
+        assert load(config, lambda stage: None).books.prefixes.enabled == wanted
 
 
 def test_group_survives_serialization() -> None:

@@ -18,7 +18,7 @@ import transformers
 from penstock.launcher import checkpoint
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.image_cache import ImageCache
-from penstock.shard.memory import _seeing, size_pool
+from penstock.shard.memory import _image_needs, size_pool
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
@@ -321,7 +321,7 @@ def test_memory_and_time_of_images_are_measured(vision_model: VisionModel) -> No
     vision = engine.decoder.vision
     assert vision is not None
     levels = vision.encode(vision.blank(6))[0].numel()
-    image_bytes, seconds = _seeing(engine, 100)
+    image_bytes, seconds = _image_needs(engine, 100)
     assert image_bytes >= (100 + vision.largest) * levels * 4
     assert seconds > 0
     _, _, sample = size_pool(engine, 4, 0.9, 64, 64, 64, 64)
