@@ -96,9 +96,7 @@ class Weights:
             return None
         found = sliced(self._stored(path, name), None).float().flatten()
         if len(found) not in (1, size):
-            raise Unsupported(
-                f"tensor {name} has {len(found)} numbers, by config.json there are {size}: they belong to different models"
-            )
+            raise Unsupported(f"tensor {name} has {len(found)} numbers, by config.json there are {size}: {AGAIN}")
         return found.expand(size).contiguous().to(self.device)
 
     def _place(self, name: str) -> Path:

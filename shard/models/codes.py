@@ -49,9 +49,7 @@ def _stored_as(read: Read, source: Source, name: str, shape: tuple[int, int], wa
             codes = read(source, name, shape, how)
             _check(codes, name, shape)
             if len(ways) > 1 and how.group and codes.block not in (how.group, gcd(how.group, shape[1])):
-                raise Unsupported(
-                    f"{name} has groups of {codes.block}, config.json says {how.group}: they belong to different models"
-                )
+                raise Unsupported(f"{name} has groups of {codes.block}, config.json says {how.group}: {AGAIN}")
             return codes
         except Unsupported as error:
             problem = problem or error
@@ -88,7 +86,7 @@ def _packed(source: Source, name: str, shape: tuple[int, int], how: Quantization
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
     if how.kind not in MIDDLES:
-        raise Unsupported(f"{name} has packed integers, config.json says {how.kind}: they belong to different models")
+        raise Unsupported(f"{name} has packed integers, config.json says {how.kind}: {AGAIN}")
     bits = BITS[how.kind]
     words = _stored(source, f"{name}.weight_packed", 2, ("I32",))
     if words.shape[1] != -(-shape[1] * bits // 32):  # a word too few or too many does not mean other bits
@@ -118,7 +116,7 @@ def _plain(source: Source, name: str, shape: tuple[int, int], how: Quantization)
     if how.kind in FP4_BLOCKS:
         return _fp4(source, name, shape, how)
     if BITS[how.kind] != 8:
-        raise Unsupported(f"{name} has a number in each byte, config.json says {how.kind}: they belong to different models")
+        raise Unsupported(f"{name} has a number in each byte, config.json says {how.kind}: {AGAIN}")
     stored = _stored(source, f"{name}.weight", 2, ("F8_E4M3",) if how.kind == "fp8" else ("I8",))
     codes = stored.view(torch.uint8) if how.kind == "fp8" else stored.view(torch.uint8) ^ SIGN
     scales = _stored(source, _scale(source, name), 0, (*FLOATS, *EXPONENTS[1:])).float()
@@ -146,8 +144,8 @@ def _fp4(source: Source, name: str, shape: tuple[int, int], how: Quantization) -
         factors = _factor(source, f"{name}.{'weight_global_scale' if divided else 'weight_scale_2'}", divided).expand(shape[0])
     if scales.shape[1] * how.group != codes.shape[1]:
         raise Unsupported(
-            f"{name} has codes {list(codes.shape)}, scales {list(scales.shape)}, by config.json {how.group} inputs share one: they "
-            "belong to different models"
+            f"{name} has codes {list(codes.shape)}, scales {list(scales.shape)}, by config.json {how.group} inputs share one: "
+            f"{AGAIN}"
         )
     return QuantizedWeight(how.kind, codes, scales, None, factors.contiguous() if factors is not None else None)
 
@@ -220,7 +218,7 @@ def _check(codes: QuantizedWeight, name: str, shape: tuple[int, int]) -> None:
     if codes.codes.shape != shape or scales[0] != shape[0] or shape[1] % scales[1] or zeros != scales:
         parts = {"codes": codes.codes.shape, "scales": scales, "zeros": zeros}
         has = ", ".join(f"{part} {list(size)}" for part, size in parts.items())
-        raise Unsupported(f"{name} has {has}, config.json says {list(shape)}: they belong to different models")
+        raise Unsupported(f"{name} has {has}, config.json says {list(shape)}: {AGAIN}")
 
 
 def _codes(kind: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor | None = None) -> QuantizedWeight:
@@ -283,7 +281,7 @@ def _block(name: str, count: int, size: int, told: int) -> int:
     least, most = -(-size // count), -(-size // (count - 1)) - 1 if count > 1 else max(size, told)
     if most < least or not least <= (told or least) <= most:
         by = f"in blocks of {told}" if told else "more or fewer than any block would give"
-        raise Unsupported(f"{name} has {count} scales for {size} numbers, {by}: they belong to different models")
+        raise Unsupported(f"{name} has {count} scales for {size} numbers, {by}: {AGAIN}")
     if told or least <= USUAL_BLOCK <= most:
         return min(told or USUAL_BLOCK, size)
     twos = {1 << power for power in range(size.bit_length()) if least <= 1 << power <= most}
@@ -312,5 +310,5 @@ def _order(source: Source, name: str, end: str, inputs: int, size: int) -> Tenso
     usual = torch.arange(inputs, dtype=groups.dtype, device=groups.device) // size
     order = groups.argsort(stable=True)
     if not groups[order].equal(usual):
-        raise Unsupported(f"{name} has {inputs} inputs in groups of {size}, {end} others: they belong to different models")
+        raise Unsupported(f"{name} has {inputs} inputs in groups of {size}, {end} others: {AGAIN}")
     return None if groups.equal(usual) else order

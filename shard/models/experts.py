@@ -11,6 +11,7 @@ from ...kernels.codes import FP4_BLOCKS, QuantizedWeight, joined, quantize
 from ...kernels.experts import Biases, Weights
 from ..weights import Source
 from .codes import fp4, powers, stack
+from .fields import AGAIN
 from .loader import Loader
 from .quantization import REMEDY
 from .shape import Unsupported
@@ -185,8 +186,7 @@ def _codes(source: Source, name: str, shape: tuple[int, int, int]) -> Iterator[Q
     size = FP4_BLOCKS["fp4"]
     if codes.shape != (*shape[:2], shape[2] // size, size // 2) or scales.shape != codes.shape[:3] or shape[2] % size:
         raise Unsupported(
-            f"{name} has blocks {list(codes.shape)} and scales {list(scales.shape)}, config.json says {list(shape)}: they "
-            "belong to different models"
+            f"{name} has blocks {list(codes.shape)} and scales {list(scales.shape)}, config.json says {list(shape)}: {AGAIN}"
         )
     for held, exponents in zip(codes.flatten(2), scales, strict=True):
         source.progress(2 * held.numel())

@@ -13,6 +13,7 @@ from ...kernels.ngram_hashes import NgramHashes
 from ...kernels.ngrams import opened, rows_of, take
 from ...kernels.spans import RecurrentStates
 from ..step import Step
+from .fields import AGAIN
 from .gated_hyper_stream import GatedHyperStream
 from .holder import Holder
 from .loader import Loader
@@ -76,7 +77,7 @@ def _check(load: Loader, ngrams: NgramShape, layer: int) -> None:
     for part, values in zip(KNOWN, (ngrams.multipliers(layer), ngrams.sizes(layer), ngrams.offsets(layer)), strict=True):
         name = f"{load.prefix}{EMBEDDING}.{part}"
         if load.source.has(name) and load.source.stored(name, ("I64",)).flatten().tolist() != [*values]:
-            raise Unsupported(f"tensor {name} is not what follows from config.json: they belong to different models")
+            raise Unsupported(f"tensor {name} is not what follows from config.json: {AGAIN}")
 
 
 @torch.inference_mode()

@@ -226,7 +226,7 @@ def test_fp8_scales_that_do_not_fit_the_block_size_are_refused(block: list[int] 
     parts = {"weight": torch.zeros(64, 64).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(4, 4)}
     if block is None:
         parts = {"weight": torch.zeros(10, 64).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(7, 4)}
-    with pytest.raises(Unsupported, match=r"^m has \d scales for \d\d numbers, .*: they belong to different models"):
+    with pytest.raises(Unsupported, match=r"^m has \d scales for \d\d numbers, .*: is it the model's own"):
         dequantized_matrix("fp8-blocks", parts, tuple(parts["weight"].shape), weight_block_size=block)
 
 
@@ -750,13 +750,13 @@ def test_malformed_tensor_shapes_are_refused_in_one_line(form: str, malformed: s
 def test_zero_points_of_the_wrong_shape_in_a_symmetric_format_are_refused() -> None:
     fmt = packing.FORMATS["packed-tensor"]
     parts, _ = fmt.pack(fmt, torch.randn(64, 48))
-    with pytest.raises(Unsupported, match=r"^m has .* zeros \[3, 1\].*: they belong to different models"):
+    with pytest.raises(Unsupported, match=r"^m has .* zeros \[3, 1\].*: is it the model's own"):
         dequantized_matrix("packed-tensor", parts | {"weight_zero_point": torch.zeros(3, dtype=torch.int8)}, (64, 48))
 
 
 def test_more_groups_than_inputs_are_refused() -> None:
     parts, _ = packing.gptq(packing.FORMATS["gptq"], torch.randn(64, 48))
-    with pytest.raises(Unsupported, match=r"^m has .*: they belong to different models"):
+    with pytest.raises(Unsupported, match=r"^m has .*: is it the model's own"):
         dequantized_matrix(
             "gptq", {name: part for name, part in parts.items() if name != "g_idx"} | {"scales": torch.ones(64, 64)}, (64, 48)
         )
@@ -766,7 +766,7 @@ def test_more_groups_than_inputs_are_refused() -> None:
 
 def test_one_row_of_scales_for_several_blocks_of_outputs_is_refused() -> None:
     parts = {"weight": torch.zeros(64, 48).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 3)}
-    with pytest.raises(Unsupported, match=r"^m has 1 scales for 64 numbers, in blocks of 16: they belong to different models"):
+    with pytest.raises(Unsupported, match=r"^m has 1 scales for 64 numbers, in blocks of 16: is it the model's own"):
         dequantized_matrix("fp8-blocks", parts, (64, 48))
     assert dequantized_matrix("fp8-blocks", parts, (64, 48), weight_block_size=[128, 16]).equal(torch.zeros(64, 48))
 
