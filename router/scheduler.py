@@ -14,7 +14,8 @@ Rules, each checked by tests/router/simulation.py
   memory      The sum of `grow` over all admitted groups never exceeds the free pages when a step is requested. Where it would,
               whole groups are preempted (paused), those of the highest rank first (the youngest, unless priorities differ), never
               the last one. A job is admitted only if `headroom` remains for the running ones, so that it does not preempt them a
-              moment later. Pages of its prompt that a running job holds already are not counted again (`prefix_sharing`).
+              moment later. Pages of its prompt that a running job holds already are not counted again (`prefix_sharing`);
+              while such prompts are in flight nobody is preempted, since the reply may say that less is needed.
   budget      Chunked prefill: prompts get the tokens that the policy grants. Half of them belong to the oldest prompt, the rest to
               the shortest first: a short prompt passes a long one, which takes at most twice as long for it.
   order       Jobs come by rank (arrival and priority), preempted ones among the waiting; of several tenants the one with the least

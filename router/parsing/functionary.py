@@ -19,8 +19,9 @@ class FunctionaryForm:
         name = yield from up_to(source, "\n", MAX_NAME)
         if name == EVERYBODY:
             return True
-        known = marker or calls.known(name or "")
-        if name is None or not usable(name) or not known or (yield from space(source)) != "{":
+        if name is None or not usable(name) or name != name.strip():  # Python's prompt, in a text: `>>> `
+            return False
+        if not (marker or calls.known(name)) or (yield from space(source)) != "{":
             return False
         yield calls.begin(name)
         yield from stream(follow_json(source), calls)

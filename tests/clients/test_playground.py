@@ -816,7 +816,10 @@ def test_large_images_are_scaled_down_and_unreadable_files_are_refused(vision_mo
         page.click("text=Chat")
         page.set_input_files("#image-files", {"name": "b.png", "mimeType": "image/png", "buffer": b"nothing"})
         expect(page.locator("#problem")).to_have_text("b.png is no image that this browser can read.")
+        page.set_input_files("#image-files", uploads(noise_image(56, 56)))
+        expect(page.locator("#images img")).to_have_count(1)
         page.set_input_files("#image-files", uploads(noise_image(2400, 1800)))
+        page.click("#images button >> nth=0")  # while the other one is read
         run(page, "What is this?")
         expect(page.locator(".user img")).to_have_count(1, timeout=WAIT)  # it goes once its image is read
         expect(page.locator("article[aria-busy=true]")).to_have_count(0)

@@ -62,7 +62,8 @@ export class Images {
         return;
       }
       try {
-        this.put([...this.#urls, await read(file)]);
+        const url = await read(file);
+        this.put([...this.#urls, url]); // as they are now: some may have been removed meanwhile
       } catch {
         this.#refuse(`${file.name} is no image that this browser can read.`);
       }

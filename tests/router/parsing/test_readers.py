@@ -498,6 +498,7 @@ TEXTS_WITHOUT_CALLS: list[tuple[str, str]] = [
     ("functionary_v31", "<function=weather>city</function>"),
     ("functionary_v32", f"nobody\n{PARIS}"),
     ("functionary_v32", "weather\nis fine >>> today"),
+    ("functionary_v32", "So:\n>>> x\n{'a': 1}\nDone."),
 ]
 
 
