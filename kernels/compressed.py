@@ -33,7 +33,8 @@ LOGIT_BYTES = 16  # bytes per logit, with its mask and what is derived from both
 
 @dataclass(frozen=True, slots=True)
 class EntrySelection(TokenSelection):
-    """An indexer's queries and head weights for choosing compressed entries; `most` counts entries."""
+    """An indexer's queries and head weights for choosing compressed entries; `most` counts entries. Its keys are in their slots,
+    from `first` on: neither behind latents nor in a tensor of their own."""
 
     first: int = 0  # offset of the indexer's keys within a slot
 

@@ -122,9 +122,8 @@ class Mixture:
     shared_name: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"  # gate of the shared expert's output; "": none
     shared_factor: float = 1.0  # multiplies the shared expert's output
-    scores: str = (
-        "softmax"  # what router scores are of logits: "softmax", "sigmoid", or "sqrtsoftplus", the square root of softplus
-    )
+    # What router scores are of logits: "softmax", "sigmoid", or "sqrtsoftplus", the square root of softplus.
+    scores: str = "softmax"
     hashed: bool = False  # hash routing: a table says which experts a token goes through, by its id
     # Tensor of the correction bias, added to scores for choosing experts alone; behind a dot, of the layer itself; "": none.
     correction: str = ""

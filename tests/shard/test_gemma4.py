@@ -91,6 +91,11 @@ def test_fields_missing_in_config_json_have_transformers_defaults() -> None:
         assert found.global_keys == Keys(heads=4, size=512)
 
 
+def test_ranks_must_divide_the_narrow_mlps_too_where_the_last_ones_are_twice_as_wide() -> None:
+    e = {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "intermediate_size": 84}
+    assert shape(TEXT_ONLY | e).fitting == [1, 2, 4]
+
+
 def test_kv_cache_size_of_a_token_depends_on_the_layer_type() -> None:
     found = shape(TEXT_ONLY)
     full_layer, sliding_layer = found.windows.index(0), found.windows.index(1024)
