@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.proto import shard_pb2
-from penstock.router import batcher as batcher_module
+from penstock.router import bounds
 from penstock.router.batcher import Batcher
 from penstock.router.config import RouterConfig
 from penstock.router.drafting import DraftBudget
@@ -128,7 +128,7 @@ def run(
         settings = ShardConfig(folder=str(folder), model="test", **(shard or {}))
         service = Service(settings, lambda code: None)
         service.start(load(settings, lambda stage: None), Sender.__new__(Sender))
-        batcher_module.Scheduler, original_scheduler = scheduler, batcher_module.Scheduler  # type: ignore[misc]
+        bounds.Scheduler, original_scheduler = scheduler, bounds.Scheduler  # type: ignore[misc]
         try:
             batcher = Batcher(
                 RouterConfig(folder=str(folder), model="test", **(router or {})),
@@ -143,7 +143,7 @@ def run(
                     await asyncio.sleep(0.001)
                 await batcher.close()
         finally:
-            batcher_module.Scheduler = original_scheduler  # type: ignore[misc]
+            bounds.Scheduler = original_scheduler  # type: ignore[misc]
         return result
 
     return asyncio.run(main())
