@@ -6,6 +6,7 @@ import difflib
 import importlib.metadata
 import re
 import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -40,6 +41,10 @@ class Formatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36, width=min(118, shutil.get_terminal_size((120, 24)).columns - 2))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Flags and values stay whole, hyphens or not."""
+        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:
