@@ -43,8 +43,8 @@ class Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=36, width=min(118, shutil.get_terminal_size((120, 24)).columns - 2))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        """Flags and values stay whole, hyphens or not."""
-        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
+        """Flags and values are not broken at their hyphens."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

@@ -246,7 +246,9 @@ def test_options_that_only_shards_read() -> None:
     assert {*options.SHARDS}.isdisjoint({"max_loras", "tls_cert", "json_output", "master_port", "nnodes", "replica", "port"})
 
 
-def test_help_shows_every_flag_and_default() -> None:
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_help_shows_every_flag_and_default(monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
     text = " ".join(cli._parsers()[1]["serve"].format_help().split())
     for name, field in options.FIELDS.items():
         assert options.flag(name) in text
