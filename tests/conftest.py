@@ -1,9 +1,13 @@
 """Settings and fixtures for all tests."""
 
+import ast
 import atexit
+import functools
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,21 @@ import pytest
 # them.
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+
+if sys.version_info < (3, 11, 8):  # if garbage is collected within ast.parse, and asyncio complains of it, that fails there
+    _parse = ast.parse
+
+    @functools.wraps(_parse)
+    def parse_without_collection(*arguments: Any, **named: Any) -> Any:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return _parse(*arguments, **named)
+        finally:
+            if enabled:
+                gc.enable()
+
+    ast.parse = parse_without_collection  # type: ignore[assignment]
 
 # While modules are imported nothing can be collected, and each garbage collection takes longer than the one before.
 gc.disable()
