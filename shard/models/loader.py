@@ -175,10 +175,10 @@ class Loader:
         inputs: int = 0,
         unrounded: bool = False,
     ) -> Projection:
-        """`outwards` with its LoRA change; order: of its outputs, if another than the checkpoint's; unrounded: it is dense, see
-        there."""
+        """`outwards` with its LoRA change; order: of its outputs in the weight, if another than the checkpoint's; unrounded: it is
+        dense, see there."""
         weight = self.unrounded(names, sizes, wholes, inputs) if unrounded else self.outwards(names, sizes, joint, wholes, inputs)
-        change = self.lora(names, sizes, joint, wholes, order, inputs)
+        change = self._column_lora(names, sizes, joint, wholes, order, inputs)
         return Projection(weight if order is None else weight[order], change)
 
     def side_by_side(self, *parts: Projection) -> Projection:
@@ -267,16 +267,10 @@ class Loader:
             found.lora = self.adapters.lora(change, found.shape, self.exact, like)
         return found
 
-    def lora(
-        self,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        joint: str = "",
-        wholes: Iterable[int] = repeat(1),
-        order: Tensor | None = None,
-        inputs: int = 0,
+    def _column_lora(
+        self, names: Sequence[str], sizes: Sequence[int], joint: str, wholes: Iterable[int], order: Tensor | None, inputs: int
     ) -> ColumnLora | None:
-        """The LoRA change of `outwards` with the same arguments; order: of its outputs in the weight."""
+        """The LoRA change of a `projection`."""
         if self.adapters is None:
             return None
         parts = []
