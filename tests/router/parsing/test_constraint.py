@@ -15,7 +15,7 @@ from penstock.router.grammar import choice, json_schema, lark, problem, regex, r
 from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, constraint, format_grammar, markers, reader
 from penstock.router.parsing.readers import REASONING_FORMS, REASONING_PARSERS, TOOL_PARSERS
 from penstock.router.request import Grammar, Refused
-from penstock.tests.router.parsing.test_readers import parts_of
+from penstock.tests.router.parsing.deltas import parts_of
 
 jsonschema = pytest.importorskip("jsonschema")
 llguidance = pytest.importorskip("llguidance")

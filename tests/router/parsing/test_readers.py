@@ -1,63 +1,17 @@
-"""Readers of generated text: which tool calls, reasoning and text they find, however the text is split into deltas."""
+"""Readers of generated text: which tool calls and text they find, however the text is split into deltas."""
 
 import json
 import random
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from penstock.router import config
-from penstock.router.config import TOOL_CALL_PARSERS
-from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, chosen, reader
-from penstock.router.parsing.readers import (
-    FORMS,
-    REASONING_FORMS,
-    REASONING_HINTS,
-    REASONING_PARSERS,
-    TOOL_HINTS,
-    TOOL_PARSERS,
-    detect,
-    markers,
-)
-
-SCHEMAS = {
-    "weather": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}, "any": {}},
-    },
-    "now": {"type": "object", "properties": {}},
-}
-PARIS = '{"city": "Paris", "days": 3}'
-
-
-def parts_of(deltas: Sequence[str], reasoning: str | None, tools: str | None, **options: Any) -> list[Part]:
-    """All parts that a reader finds, adjacent ones joined and call ids removed."""
-    read = reader(reasoning, tools, **options)
-    found: list[Part] = []
-    for part in [part for delta in deltas for part in read.push(delta)] + read.end():
-        last = found[-1] if found else None
-        match last, part:
-            case (Text(), Text()):
-                found[-1] = Text(last.text + part.text)
-            case (Reasoning(), Reasoning()):
-                found[-1] = Reasoning(last.text + part.text)
-            case (Arguments(), Arguments()) if last.index == part.index:
-                found[-1] = Arguments(part.index, last.text + part.text)
-            case (_, Call()):
-                assert re.fullmatch(r"call_[0-9a-f]{24}|[A-Za-z0-9]{9}|functions\.\w+:\d+|[a-z0-9]{10}", part.id)
-                found.append(Call(part.index, "", part.name))
-            case _:
-                found.append(part)
-    return found
-
-
-def calls(*found: tuple[str, str], first: int = 0) -> list[Part]:
-    return [part for index, (name, text) in enumerate(found, first) for part in (Call(index, "", name), Arguments(index, text))]
-
+from penstock.router.parsing import Arguments, Call, Part, Reasoning, Text, reader
+from penstock.router.parsing.readers import FORMS, REASONING_PARSERS, TOOL_PARSERS, markers
+from penstock.tests.router.parsing.deltas import PARIS, SCHEMAS, calls, parts_of, random_deltas
 
 LFM2_PARTS = [*calls(("weather", PARIS), ("now", "{}")), Text("Soon.")]
 # parser, text, parts
@@ -631,17 +585,6 @@ def test_malformed_nested_tags_continue_as_text(malformed: str) -> None:
         assert parts_of(deltas, None, "minimax_m3", schemas={"f": NESTED_SCHEMA}) == [*calls(("f", "{")), Text(f"{inner} So.")]
 
 
-@pytest.mark.parametrize("reasoning", REASONING_FORMS)
-def test_end_of_reasoning_marker_at_the_start_of_an_answer_is_removed(reasoning: str) -> None:
-    """MiniMax M3 starts answers without reasoning so. Later in an answer the marker is text."""
-    [closed, *_] = REASONING_FORMS[reasoning].closes
-    for deltas in ([f"{closed}\n\nYes."], list(f"\n{closed}Yes.")):
-        assert parts_of(deltas, reasoning, None, prompt="<user>x<bot>\n") == [Text("Yes.")]
-    later = "" if closed in REASONING_FORMS[reasoning].frames else closed
-    assert parts_of([f"Yes{closed}."], reasoning, None) == [Text(f"Yes{later}.")]
-    assert parts_of([f"{closed}."], reasoning, None, prompt="<bot>Yes", continued="Yes") == [Text(f"{later}.")]
-
-
 def test_deep_and_fanned_out_references_in_schemas_are_resolved_quickly() -> None:
     """References deeper than Python's recursion limit leave the argument's type unknown."""
     deep = {f"d{index}": {"anyOf": [{"$ref": f"#/$defs/d{index + 1}"}] * 2} for index in range(5000)}
@@ -696,12 +639,6 @@ def test_pythonic_names_that_are_no_identifiers_are_parsed_if_the_request_has_th
 def test_malformed_call_stays_text(parser: str, text: str) -> None:
     assert parts_of([text], None, parser, schemas=SCHEMAS) == [Text(text)]
     assert parts_of(list(text), None, parser, schemas=SCHEMAS) == [Text(text)]
-
-
-def random_deltas(text: str, rng: random.Random) -> list[str]:
-    """Splits a text at random places, as tokens do; some deltas are empty."""
-    places = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 2 + len(text) // rng.choice([1, 4, 20]))))
-    return [text[start:stop] for start, stop in zip([0, *places], [*places, len(text)], strict=True)]
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
@@ -797,173 +734,6 @@ def test_text_around_calls_is_kept_for_any_split(parser: str) -> None:
         assert parts_of(random_deltas(text, rng), None, parser, schemas=SCHEMAS) == expected, text
 
 
-@pytest.mark.parametrize("name", REASONING_FORMS)
-def test_reasoning_is_separated_from_text_also_when_it_began_in_the_prompt(name: str) -> None:
-    form = REASONING_FORMS[name]
-    [opened, *_], [closed, *_] = form.opens, form.closes
-    parts = [Reasoning("Hm,  so\n <b>"), Text("Yes. ")]
-    text = f"\n{opened}\nHm,  so\n <b>\n{closed}\n\nYes. "
-    for deltas in ([text], list(text), *(random_deltas(text, random.Random(seed)) for seed in range(50))):
-        assert parts_of(deltas, name, None) == parts
-    without_opening = text.partition(opened)[2]
-    assert parts_of(list(without_opening), name, None, prompt=f"<user>Hi {opened}\n") == parts
-    content = "\nHm,  so\n <b>Yes. " if closed in form.frames else without_opening
-    assert parts_of([without_opening], name, None, prompt=f"<user>Hi {opened} {closed}\n") == [Text(content)]
-    rest, content = without_opening.removeprefix("\nHm,"), content.removeprefix("\nHm,")
-    for continued, expected in (
-        (f"\n{opened}\nHm,", [Reasoning("  so\n <b>"), Text("Yes. ")]),
-        (f"{opened}\n", [Reasoning("so\n <b>"), Text("Yes. ")]),
-        (f"{opened}Hm{closed} So", [Text(content)]),
-        (f"We write {opened}", [Text(content)]),
-        ("So", [Text(content)]),
-    ):
-        prompt = f"<user>Hi {opened}<bot>{continued}"
-        assert parts_of(list(rest), name, None, prompt=prompt, continued=continued) == expected
-    assert parts_of(list(" Yes <"), name, None) == [Text(" Yes <")]
-    assert parts_of(list(f"Yes {opened}"), name, None) == [Text(f"Yes {opened}")]
-    assert parts_of(list(f"{opened}Hm \n"), name, None) == [Reasoning("Hm \n")]
-    assert parts_of([], name, None) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "opened", "closed"), [("hunyuan_a13b", "<answer>", "</answer>"), ("ernie45", "<response>", "</response>")]
-)
-@pytest.mark.parametrize("tools", [None, "hermes"])
-def test_markers_around_the_answer_after_reasoning_are_removed(name: str, opened: str, closed: str, tools: str | None) -> None:
-    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>' if tools else ""
-    call_parts = calls(("now", "{}")) if tools else []
-
-    def check(text: str, prompt: str = "", continued: str = "") -> None:
-        for deltas in ([text], list(text), random_deltas(text, random.Random(text))):
-            found = parts_of(deltas, name, tools, prompt=prompt, continued=continued, schemas=SCHEMAS)
-            assert [part for part in found if not isinstance(part, Reasoning)] == expected, text
-
-    expected: list[Part] = [Text("Yes <b> or\n no"), *call_parts]
-    for thought in ("<think>\nHm\n</think>\n", ""):
-        check(f"{thought}{opened}\nYes <b> or\n no\n{closed}{call}\n")
-        check(f"{thought}{opened}Yes <b> or\n no{call}{closed}")
-        check(f"{thought}{opened}\nYes <b> or\n no{call}")
-    check(f"Hm</think>\n{opened}\nYes <b> or\n no\n{closed}{call}", "<think>\n")
-    check(f"Yes <b> or\n no\n{closed}{call}", continued=f"<think>Hm</think>{opened}\nSo:\n")
-    # Markers that are not a pair around the answer stay.
-    expected = [Text(f"Yes{closed}"), *call_parts]
-    check(f"Yes{closed}{call}", continued=f"{opened}So{closed}")
-    expected = [Text(f"Yes {opened} and {closed}.")]
-    check(f"<think>Hm</think>\nYes {opened} and {closed}.")
-    expected = [Text(f"Yes{closed}")]
-    check(f"{opened}\n{closed}Yes{closed}")
-
-
-@pytest.mark.parametrize(
-    ("name", "prompt", "text", "expected"),
-    [
-        (
-            "kimi_k3",
-            "<|open|>think<|sep|>",
-            "Hm<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|><|open|>tools<|sep|>"
-            '<|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
-            [Reasoning("Hm"), Text("I look."), *calls(("now", "{}"))],
-        ),
-        ("kimi_k3", "<|open|>response<|sep|>", "Yes<|close|>response<|sep|><|close|>message<|sep|>", [Text("Yes")]),
-        (
-            "kimi_k3",
-            "",
-            "<|open|>think<|sep|><|close|>think<|sep|><|open|>response<|sep|>Yes <|sep|>",
-            [Text("Yes <|sep|>")],
-        ),
-        (
-            "solar_open",
-            "<|begin|>assistant",
-            "<|think|>Hm<|end|><|begin|>assistant<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|tool_call:args|>{}"
-            "<|tool_call:end|><|calls|>",
-            [Reasoning("Hm"), *calls(("now", "{}"))],
-        ),
-        (
-            "hyperclovax",
-            "<|im_start|>assistant",
-            "/think\nHm<|im_end|>\n<|im_start|>assistant\nI look.<|im_end|>\n<|im_start|>assistant -> tool/function_call\n"
-            '[{"name": "now", "arguments": {}}]<|im_end|>',
-            [Reasoning("Hm"), Text("I look."), *calls(("now", "{}"))],
-        ),
-        (
-            "hyperclovax",
-            "<|im_start|>assistant/think\n",
-            "Hm<|im_end|>\n<|im_start|>assistant\nYes",
-            [Reasoning("Hm"), Text("Yes")],
-        ),
-        (
-            "solar_open",
-            "<|begin|>assistant<|think|><|end|><|begin|>assistant",
-            "<|content|>Yes, an assistant.<|end|>",
-            [Text("Yes, an assistant.")],
-        ),
-    ],
-)
-def test_tokens_around_the_parts_of_an_answer_are_removed(name: str, prompt: str, text: str, expected: list[Part]) -> None:
-    for deltas in ([text], list(text), *(random_deltas(text, random.Random(seed)) for seed in range(20))):
-        assert parts_of(deltas, name, name, prompt=prompt, schemas=SCHEMAS) == expected
-    assert all(re.fullmatch(r"<\|[a-z_:]+\|>", marker) for marker in markers(name, name) if marker[0] == "<")
-
-
-def test_gemma_4_reasoning_channel_is_recognized_by_its_name() -> None:
-    expected = [Reasoning("Hm"), *calls(("now", "{}"))]
-    for text in (
-        "<|channel>thought\nHm\n<channel|><|tool_call>call:now{}<tool_call|>",
-        "<|channel>Hm<channel|><|tool_call>call:now{}",
-    ):
-        for deltas in ([text], list(text)):
-            assert parts_of(deltas, "gemma4", "gemma4", schemas=SCHEMAS) == expected
-    assert parts_of(list("<|channel>thought\n<channel|>Yes"), "gemma4", "gemma4") == [Text("Yes")]
-    assert parts_of(list("hm<channel|>Hi"), "gemma4", None, prompt="<|channel>thought\n") == [Reasoning("hm"), Text("Hi")]
-    assert parts_of(list("<|channel>thoughts<channel|>Hi"), "gemma4", None) == [Reasoning("thoughts"), Text("Hi")]
-    assert parts_of(list("Yes"), "gemma4", "gemma4", prompt="<|turn>model\n<|channel>thought\n<channel|>") == [Text("Yes")]
-    assert set(markers("gemma4", "gemma4")) == {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'}
-
-
-ASSISTANT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "text", "expected"),
-    [
-        (ASSISTANT, f" to=functions.weather<|channel|>commentary json<|message|>{PARIS}<|call|>", calls(("weather", PARIS))),
-        (ASSISTANT, f"<|channel|>commentary to=functions.weather json<|message|>{PARIS}", calls(("weather", PARIS))),
-        (ASSISTANT, "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|message|>Yes", [Reasoning("Hm"), Text("Yes")]),
-        (
-            ASSISTANT,
-            "<|channel|>analysis<|message|>Hm<|end|>"
-            "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>",
-            [Reasoning("Hm"), *calls(("now", "{}"))],
-        ),
-        (ASSISTANT, " to my surprise", [Text(" to my surprise")]),
-        (ASSISTANT, "<|channel|>final", [Text("<|channel|>final")]),
-        (ASSISTANT, "just text", [Text("just text")]),
-        (f"{ASSISTANT}<|channel|>analysis<|message|>I", " th<|end|><|channel|>final<|message|>A", [Reasoning(" th"), Text("A")]),
-        (f"{ASSISTANT}<|channel|>final<|message|>I", " see.<|return|>", [Text(" see.")]),
-        (f"{ASSISTANT}<|channel|>final<|message|>I<|end|>", "so", [Text("so")]),
-        # gpt-oss's built-in tools, which the request doesn't have.
-        (ASSISTANT, "<|channel|>analysis to=python code<|message|>print(1)<|call|>", [Reasoning("print(1)")]),
-        (ASSISTANT, '<|channel|>commentary to=browser.open<|message|>{"id": 1}<|call|>', [Reasoning('{"id": 1}')]),
-        (ASSISTANT, "<|channel|>commentary to=now<|message|>{}<|call|>", calls(("now", "{}"))),
-        (ASSISTANT, "<|channel|>commentary to=functions.now<|message|>no JSON<|call|>", [Text("no JSON")]),
-    ],
-)
-def test_harmony_message_that_begins_in_the_prompt_is_parsed(prompt: str, text: str, expected: list[Part]) -> None:
-    rng = random.Random(text)
-    for deltas in ([text], list(text), *(random_deltas(text, rng) for _ in range(20))):
-        assert parts_of(deltas, "harmony", "harmony", prompt=prompt, schemas=SCHEMAS) == expected
-
-
-def test_calls_after_reasoning_are_parsed_and_calls_within_it_are_not() -> None:
-    thought = '<think>I <tool_call>{"name": "now"}</tool_call>?\n</think>\n\n'
-    text = f'{thought}<tool_call>{{"name": "weather", "arguments": {PARIS}}}</tool_call>'
-    expected = [Reasoning('I <tool_call>{"name": "now"}</tool_call>?'), *calls(("weather", PARIS))]
-    for deltas in ([text], list(text)):
-        assert parts_of(deltas, "qwen3", "hermes", schemas=SCHEMAS) == expected
-    bare = f'[THINK]so[/THINK]{{"name": "weather", "parameters": {PARIS}}}'
-    assert parts_of(list(bare), "mistral", "llama3_json", schemas=SCHEMAS) == [Reasoning("so"), *calls(("weather", PARIS))]
-
-
 def test_arguments_are_streamed_as_they_are_generated() -> None:
     read = reader(None, "hermes")
     assert read.push('<tool_call>{"name": "now", "arguments": ') == []
@@ -1042,67 +812,6 @@ def test_plain_text_is_read_within_40_microseconds_per_token() -> None:
     for _ in range(10_000):
         read.push(" upon")
     assert (time.thread_time() - start) / 10_000 < 40e-6
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ messages }}", (None, None)),
-        ("{% if tools %}<tool_call>{% endif %}</think>", ("hermes", "deepseek_r1")),
-        ("<tool_call> <function=f> <parameter=x>", ("qwen3_coder", None)),
-        ("<tool_call> <arg_key> <think>", ("glm45", "deepseek_r1")),
-        ("'<|tool_call>call:' + name + '}<tool_call|>' <|channel>thought <channel|>", ("gemma4", "gemma4")),
-        ("<minimax:tool_call> <invoke name= </think>", ("minimax_m2", "deepseek_r1")),
-        ("<｜DSML｜function_calls> <think>", ("deepseek_v32", "deepseek_r1")),
-        ("{% set token = '｜DSML｜' %} '<' + token + 'tool_calls>' <think>", ("deepseek_v4", "deepseek_r1")),
-        ("{% set suffix = ':opensource' %} '<think{}>'.format(suffix) '<tool_sep{}>' <tool_call", ("hy_v3", "hy_v3")),
-        ("{% set suffix = ':6124c78e' %} '<think{}>'.format(suffix) '<arg_key{}>' <tool_call", ("hy_v4", "hy_v4")),
-        ("<think> <tool_calls> <tool_call> <tool_sep> <arg_key>", ("hy_v3_preview", "deepseek_r1")),
-        ("'<｜DSML｜ calls>' tool_calls <think>", ("deepseek_v41", "deepseek_r1")),
-        ("']<]minimax[>[' '<tool_call>' <mm:think> <response>", ("minimax_m3", "minimax_m3")),
-        ("<minimax:tool_call> <think> </think> <response>", ("minimax_m2", "deepseek_r1")),
-        ("tools <|function_call|> 'function descriptions'", ("gigachat3", None)),
-        ("tools {'role': 'function call'} <|role_sep|>", ("gigachat3", None)),
-        ("tools <|tools_prefix|>", ("apertus", None)),
-        ("<seed:tool_call> <function=f> <parameter=x> <seed:think>", ("seed_oss", "seed_oss")),
-        ("<|START_ACTION|> <|START_THINKING|>", ("cohere", "cohere")),
-        ("<TOOLCALL> <think>", ("nemotron_json", "deepseek_r1")),
-        ("<think> </think> <answer> </answer>", (None, "hunyuan_a13b")),
-        ("</think> <response> <tool_call>", ("hermes", "ernie45")),
-        ("<|tool_list_start|> tools", ("lfm2", None)),
-        ("'List of tools: [' </think>", ("lfm2", "deepseek_r1")),
-        ("'<|open|>' + tag '<|sep|>' open_tag('call' open_tag('think')", ("kimi_k3", "kimi_k3")),
-        ("<|begin|>assistant<|think|> <|tool_call:begin|> <|tool_call:args|>", ("solar_open", "solar_open")),
-        ("<|think:start|> <|tool_call:start|> <|tool_arg:value|>", ("solar_open2", "solar_open2")),
-        ("'<function name=\"' '<param name=\"' <think>", ("minicpm5", "deepseek_r1")),
-        ("<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name= <think>", ("step3", "deepseek_r1")),
-        ("<start_function_call>call:", ("functiongemma", None)),
-        ("<longcat_tool_call> <longcat_arg_key> <longcat_think>", ("longcat", "longcat")),
-        ("<longcat_tool_call> tools", ("longcat_json", None)),
-        ("'<｜GCML｜tool_calls>' 'function call' <|role_sep|> <think>", ("gigachat35", "deepseek_r1")),
-        ("'Action:' `directly-answer` tool_name", ("command_r", None)),
-        ("'<|im_start|>assistant/think\\n' 'assistant -> tool/function_call\\n['", ("hyperclovax", "hyperclovax")),
-        ("<{start_tag}={function_name}> Environment: ipython <|python_tag|>", ("functionary_v31", None)),
-        ("'>>>all\\n' + message['content'] tools", ("functionary_v32", None)),
-        ("<function_calls> tools", ("olmo3", None)),
-        ("[AVAILABLE_TOOLS] [TOOL_CALLS] [THINK]", ("mistral", "mistral")),
-        ("<|start|>assistant<|channel|>final", ("harmony", "harmony")),
-        ("Environment: ipython", ("llama3_json", None)),
-        ("<｜tool▁call▁begin｜> ```json </think>", ("deepseek_v3", "deepseek_r1")),
-        ("{{ tools | tojson }}", ("json", None)),
-    ],
-)
-def test_parsers_are_detected_from_the_chat_template(template: str, expected: tuple[str | None, str | None]) -> None:
-    assert detect(template) == expected
-
-
-def test_parser_options_list_all_parsers_and_override_detection() -> None:
-    assert set(TOOL_CALL_PARSERS) == {*TOOL_PARSERS, "auto", "none"}
-    assert set(config.REASONING_PARSERS) == {*REASONING_PARSERS, "auto", "none"}
-    assert chosen(("auto", "none"), ("hermes", "qwen3")) == ("hermes", None)
-    assert chosen(("mistral", "auto"), (None, None)) == ("mistral", None)
-    assert {name for name, _ in TOOL_HINTS} <= set(TOOL_PARSERS)
-    assert {name for name, _ in REASONING_HINTS} <= set(REASONING_PARSERS)
 
 
 def test_every_combination_of_parsers_passes_plain_text_through() -> None:
