@@ -10,15 +10,24 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.benchmarks.gpu_busy import Busy
 
 BUSY = "PENSTOCK_BENCHMARK_BUSY"
+SIGNALS = signal.SIGUSR1, signal.SIGUSR2
 
 
 def main() -> int:
     """The launcher, or the shard that it starts."""
     if sys.argv[1:2] == ["serve"]:
         return _launch()
+    # A thread waits for the signals, which all others block, and so those must begin later: a handler would run once the main
+    # thread's own wait is over, and what begins a measurement could come as late as what ends it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     from penstock.benchmarks.gpu_busy import watch
     from penstock.kernels.dispatch import force
     from penstock.proto import settings
@@ -29,11 +38,18 @@ def main() -> int:
     force(config.kernels)
     busy = watch(config.device == "cuda")
     path = Path(os.environ[BUSY])
-    signal.signal(signal.SIGUSR1, lambda number, frame: busy.reset())
-    signal.signal(signal.SIGUSR2, lambda number, frame: _write(path, json.dumps(busy.read())))
+    threading.Thread(target=_measure, args=(busy, path), daemon=True).start()
     _write(path, str(os.getpid()))
     shard.main()
     return 0
+
+
+def _measure(busy: "Busy", path: Path) -> None:
+    while True:
+        if signal.sigwait(SIGNALS) == signal.SIGUSR1:
+            busy.reset()
+        else:
+            _write(path, json.dumps(busy.read()))
 
 
 def _launch() -> int:

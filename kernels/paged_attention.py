@@ -32,8 +32,6 @@ FIELDS = len(Item._fields)
 # Partials that one program of `merge` loads at once, where they may be added up in any order. Measured on an H200, 2026-11-26, with
 # 8, 16, 32: one row of 4,096 keys 17.4, 15.6, 14.6 us, 16 nodes on as many 21.0, 18.9, 18.2.
 PIECES = 32
-# Programs per processor (SM) from which the partly filled last wave no longer matters: four times as many as run at once.
-WAVES = 12
 # Rows that share a prefix: a tile should hold at least so many.
 SHARING = 4
 # 32-bit words of a tree node's ancestor mask.
@@ -132,25 +130,22 @@ def tiles_of(kind: LayerKind, dtype: torch.dtype, generation: int = 9, invariant
     return Tile(least, 128, 4, 4), Tile(few, 64, 4, 5), Tile(many, 64, 8, 5) if size <= 64 else Tile(many, 128, 8, 4)
 
 
-def decode_tiles(
-    kind: LayerKind, dtype: torch.dtype, generation: int, tokens: int, processors: int, eight_bits: bool = False
-) -> tuple[Tile, ...]:
+def decode_tiles(kind: LayerKind, dtype: torch.dtype, generation: int, tokens: int, eight_bits: bool = False) -> tuple[Tile, ...]:
     """Tiles of decode-only steps, in which every row has one query. Rows that share a prefix are packed into one tile: the more it
     holds, the fewer times the prefix is read.
 
     On Hopper one tile does for both, since a launch of a tile without items takes 6 to 7 us: the smallest for as few tokens as it
-    holds, else that of 64 rows, whose products the tensor cores read from shared memory. Three programs of the smallest run on a
-    processor and hide each other's latency, so where there are many of them it is quicker for what is not shared. Measured on an
-    H200, 2026-11-26, us with (16, 128) and (64, 64): 256 rows of 1,024 keys 252 and 267, 64 of 4,096 288 and 251 (8-bit cache, 64
-    keys at once, 279 and 323), one of 2,048 10.9 and 12.4.
+    holds, else that of 64 rows, whose products the tensor cores read from shared memory. Measured on an H200, 2026-11-26, us with
+    (16, 128) and (64, 64): 256 rows of 1,024 keys 252 and 267, but with a second launch for shared prefixes beside the former a
+    step of an 8 B model took 16.2 ms instead of 15.5 (2026-11-27); 64 of 4,096 288 and 251 (8-bit cache, 64 keys at once, 279 and
+    323), one of 2,048 10.9 and 12.4.
     """
     tiles = tiles_of(kind, dtype, generation)
     last = cutting.tile_of(tiles, tokens * kind.ratio)
     if generation != 9 or kind.size > 128 or dtype == torch.float32:
         return tiles[: last + 1]
     shared = min(last, max(1, cutting.tile_of(tiles, SHARING * kind.ratio)))
-    apart = eight_bits or tokens * kind.kv_heads >= WAVES * processors
-    return tiles[: shared + 1] if apart or shared > 1 else (tiles[shared],)
+    return tiles[: shared + 1] if eight_bits or shared > 1 else (tiles[shared],)
 
 
 def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
@@ -225,7 +220,7 @@ def plan(
     if capacity is not None:
         tiles = {kind: capacity.tiles[kind.window] for kind in kinds}
     elif not fixed and all(row.queries == 1 for row in rows):
-        tiles = {kind: decode_tiles(kind, dtype, generation, len(rows), processors, eight_bits) for kind in kinds}
+        tiles = {kind: decode_tiles(kind, dtype, generation, len(rows), eight_bits) for kind in kinds}
     else:
         tiles = {kind: tiles_of(kind, dtype, generation, fixed > 0) for kind in kinds}
     most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())

@@ -135,7 +135,7 @@ def _room(
         tiles = paged.tiles_of(kind, layout.dtype, generation)
         tiles = tiles[: tile_of(tiles, tokens * kind.ratio) + 1]
     else:
-        tiles = paged.decode_tiles(kind, layout.dtype, generation, tokens, processors, layout.eight_bits)
+        tiles = paged.decode_tiles(kind, layout.dtype, generation, tokens, layout.eight_bits)
     largest = max(tile.rows for tile in tiles)
     parts = -(-tokens * kind.ratio // largest)
     runs = [count // 2, *[count // 8] * (len(tiles) - 1)]  # runs of two rows are in the smallest tile

@@ -124,8 +124,7 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         relay.send(READY)
         if receiver is not None:
             receiver.receive()
-        gc.freeze()  # long-lived objects are excluded from garbage collection, which would delay steps
-        service.start(engine, relay)
+        service.start(engine, relay, _freeze)
         log.info(f"loaded {config.model} in {time.perf_counter() - began:.1f} s")
         while receiver is not None:
             service.follow(receiver.receive())
@@ -141,6 +140,13 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
     except BaseException:  # a panic in a Rust library is not an Exception
         log.exception("the shard failed")
         end(1)
+
+
+def _freeze() -> None:
+    """Excludes long-lived objects from garbage collection: those of warm-up, too, as compiled kernels and recorded graphs. On an
+    H200's host they delayed a step of 256 rows in 44 by 12 ms."""
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":

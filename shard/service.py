@@ -46,6 +46,7 @@ class Service:
     def __init__(self, config: ShardConfig, end: Callable[[int], None]) -> None:
         self._config = config
         self._end = end  # has the main thread end the process with an exit code
+        self._settle: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         self._loaded = threading.Event()
         self._engine: Engine | None = None
@@ -66,9 +67,10 @@ class Service:
         assert self._adapter_loader is not None
         return self._adapter_loader
 
-    def start(self, engine: Engine, relay: Sender) -> None:
-        """The model is loaded: commands can come. `relay` sends them to the other ranks, if this is rank 0."""
-        self._engine = engine
+    def start(self, engine: Engine, relay: Sender, settle: Callable[[], None] = lambda: None) -> None:
+        """The model is loaded: commands can come. `relay` sends them to the other ranks, if this is rank 0. settle: called at the
+        end of warm-up."""
+        self._engine, self._settle = engine, settle
         self._adapter_loader = AdapterLoader(engine, self._config.hub_cache)
         self._executor = Executor(self, relay.send if self._config.ranks > 1 else None, self._end)
         self.stage = "loaded"
@@ -110,6 +112,7 @@ class Service:
             if self._warmup is None:
                 try:
                     self._warmup = self._executor.call(partial(self._measure, request))
+                    self._settle()
                 except Unsupported as error:
                     log.error(str(error))
                     self._end(2)

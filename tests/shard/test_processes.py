@@ -135,7 +135,6 @@ def test_out_of_memory_while_loading_is_logged_in_one_line(
 
 def test_no_rank_begins_before_all_have_loaded_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that begins waits for the others inside torch, which gives up after RENDEZVOUS_SECONDS."""
-    monkeypatch.setattr(entry.gc, "freeze", lambda: None)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     listens, loaded = threading.Event(), threading.Event()
     begun, ended = queue.SimpleQueue[int](), queue.SimpleQueue[int]()
@@ -151,7 +150,7 @@ def test_no_rank_begins_before_all_have_loaded_their_weights(tmp_path: Path, mon
 
     def work(rank: int, load: Callable[..., Any]) -> threading.Thread:
         config = ShardConfig(folder="", model="m", rank=rank, ranks=2, relay=str(tmp_path / "relay"), token="of this group")
-        service: Any = SimpleNamespace(stage="", start=lambda engine, relay: start(rank, relay), follow=print)
+        service: Any = SimpleNamespace(stage="", start=lambda engine, relay, settle: start(rank, relay), follow=print)
         thread = threading.Thread(target=entry._work, args=(config, service, load, ended.put), daemon=True)
         thread.start()
         return thread

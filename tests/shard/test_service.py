@@ -17,6 +17,7 @@ import torch
 
 from penstock.proto import rpc
 from penstock.proto import shard_pb2 as wire
+from penstock.shard import __main__ as entry
 from penstock.shard import adapter_loading, memory
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.budget import Allowance, LinearCost
@@ -48,9 +49,9 @@ class InProcessShard:
         self.channel = grpc.insecure_channel(f"unix:{socket}")
         self.stub = rpc.Stub(self.channel)
 
-    def start(self) -> None:
+    def start(self, settle: Callable[[], None] = lambda: None) -> None:
         """Starts the service, as when the model has been loaded."""
-        self.service.start(tiny.engine(NAME, page_size=4, pages=0), Sender(ShardConfig(folder="", model="")))
+        self.service.start(tiny.engine(NAME, page_size=4, pages=0), Sender(ShardConfig(folder="", model="")), settle)
 
     def close(self) -> None:
         self.channel.close()
@@ -102,6 +103,23 @@ def test_warmup_sizes_the_pool_and_repeats_its_answer(warm: InProcessShard) -> N
     assert 0 < reply.sample_seconds < 1
     assert reply == warm.stub.Warmup(WARMUP, timeout=5)
     assert warm.stub.Info(wire.InfoRequest(), timeout=5).stage == "ready"
+
+
+def test_long_lived_objects_leave_garbage_collection_at_the_end_of_warm_up(process: InProcessShard) -> None:
+    """Also those of warm-up, which are many on a GPU; once only, since there are no more afterwards."""
+    stages = list[str]()
+    process.start(lambda: stages.append(process.service.stage))
+    for _ in range(2):
+        process.stub.Warmup(WARMUP, timeout=30)
+    assert stages == ["measuring memory"]
+
+
+def test_frozen_objects_are_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+    monkeypatch.setattr(entry.gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(entry.gc, "freeze", lambda: calls.append("freeze"))
+    entry._freeze()
+    assert calls == ["collect", "freeze"]
 
 
 @pytest.mark.parametrize("process", [{"kv_pages": 0}], indirect=True)
