@@ -8,6 +8,7 @@ cut into several *items*. Outputs of a token from several items are merged later
 for each of its tokens; any other writes the final output itself.
 """
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -211,7 +212,7 @@ def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]
                 waiting.append((together, begin, end))
 
 
-def common_pages(tables: Sequence[list[int]]) -> int:
+def common_pages(tables: "Sequence[list[int]] | Sequence[array[int]]") -> int:
     """Length of the common prefix of page tables of equal length."""
     low, high = min(tables), max(tables)  # the prefix that these two share is common to all
     alike, differ = 0, len(low) + 1

@@ -11,17 +11,17 @@ class DraftProgress:
 
     computed: int = 0  # leading tokens whose keys and values the draft model has
     drafts: list[int] = field(default_factory=list)  # drafts that it has computed after all tokens, each on top of the one before
-    draft_pages: list[int] = field(default_factory=list)  # pages in which they are, from that of token `computed` on
+    draft_pages: Listing[int] = ()  # pages in which they are, from that of token `computed` on
     settled: int = 0  # leading pages that are not checked again
 
-    def accept(self, tokens: Listing[int], size: int) -> list[int]:
+    def accept(self, tokens: Listing[int], size: int) -> Listing[int]:
         """Accepted drafts stay computed, but for the last one. Returns the pages that they have filled."""
         first, end = self.computed, len(tokens) - 1
         while self.drafts and self.computed < end and self.drafts[0] == tokens[self.computed]:
             self.computed += 1
             del self.drafts[0]
         filled = self.draft_pages[: self.computed // size - first // size]
-        self.drafts, self.draft_pages, self.computed = [], [], min(self.computed, end)
+        self.drafts, self.draft_pages, self.computed = [], (), min(self.computed, end)
         return filled
 
     def look(self, end: int, pages: Listing[int], size: int, full: Set[int], final: int) -> None:

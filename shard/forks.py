@@ -14,7 +14,7 @@ from ..kernels.transfer import lists_to_device
 from ..kernels.work_list import common_pages
 from .cache import Cache
 from .decoding.strategy import Child
-from .pages import PADDING, PagePool
+from .pages import PADDING, PagePool, page_table
 from .sequence import Group, Sequence
 from .step import BeamFront, DeviceSamples, Span
 
@@ -25,7 +25,7 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     beams, first = group.sequences, group.sequences[0]
     full = first.computed // page_size
     front = BeamFront(beams, common_pages([beam.pages[:full] for beam in beams]))
-    pages = first.pages[: front.settled] + [PADDING] * (full - front.settled)
+    pages = first.pages[: front.settled] + page_table([PADDING]) * (full - front.settled)
     group.heirs = [
         Sequence(array("I"), first.prompt_length, rank, first.cache_key, first.adapter, first.pictures, first.computed, pages[:])
         for rank in range(width)

@@ -6,12 +6,18 @@ beyond `computed` of a page that one sequence holds alone. A page that nobody ho
 and it is evicted only when there is no other, the least recently held first.
 """
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
 
 # Page 0 is never allocated: padding points there, and it stays zero.
 PADDING = 0
+
+
+def page_table(pages: Iterable[int] = ()) -> "array[int]":
+    """A sequence's pages, in order: int32, so that the tables of a step are concatenated without an object for each page."""
+    return array("i", pages)
 
 
 class OutOfPages(Exception):
@@ -78,10 +84,10 @@ class PagePool:
                 else:
                     self._unused.append(page)
 
-    def extend(self, pages: list[int], tokens: int) -> None:
+    def extend(self, pages: "array[int]", tokens: int) -> None:
         """Appends to `pages`, a sequence's own, the pages that `tokens` tokens need. Raises OutOfPages, and changes nothing, if it
         can't."""
-        pages += self.take(max(0, -(-tokens // self.page_size) - len(pages)))
+        pages.extend(self.take(max(0, -(-tokens // self.page_size) - len(pages))))
 
     def keep(self, page: int) -> None:
         """Marks a held page: it stays cached when nobody holds it any more."""

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from .offload import Offload
-from .pages import PagePool
+from .pages import PagePool, page_table
 
 
 class Node:
@@ -45,7 +45,7 @@ class Holder(Protocol):
     tokens: "array[int]"
     cache_key: str
     computed: int  # tokens whose keys and values are in `pages`, or will be when this step is over
-    pages: list[int]
+    pages: "array[int]"
     state: int
     node: Node | None  # of its last full page; None: it has none in the trie
 
@@ -93,7 +93,7 @@ class PrefixCache:
             self._pool.release(pages)
             return 0
         self._pool.release(holder.pages[first:])
-        holder.pages[first:] = pages
+        holder.pages[first:] = page_table(pages)
         holder.computed += gained
         holder.node = found[-1]
         if holder.node.state:

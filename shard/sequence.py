@@ -22,6 +22,7 @@ from .decoding.hypotheses import Path, Search
 from .decoding.lookup import NgramIndex
 from .decoding.tree import DraftToken, Tree
 from .draft_progress import DraftProgress
+from .pages import page_table
 from .pictures import PromptImage, PromptImages
 from .prefix import Node
 
@@ -83,7 +84,7 @@ class Sequence:
     adapter: int = -1  # index of its LoRA adapter in the decoder; -1: none
     pictures: PromptImages | None = None  # images in its prompt
     computed: int = 0  # tokens whose keys and values are in `pages`; while a step is planned, those of that step included
-    pages: list[int] = field(default_factory=list)
+    pages: "array[int]" = field(default_factory=page_table)
     state: int = 0  # slot of its recurrent state, of models that have one; it may be a parent's until the next step: see `states`
     # token counts at which a step ends, so that the state there can be kept for the prefix cache; ascending
     halts: tuple[int, ...] = ()
@@ -141,7 +142,7 @@ class Sequence:
 
     def clear(self) -> None:
         """Resets it: nothing is computed, and its pages are released."""
-        self.pages, self.state, self.computed, self.node, self.draft_progress = [], 0, 0, None, None
+        self.pages, self.state, self.computed, self.node, self.draft_progress = page_table(), 0, 0, None, None
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """Input preparation: turns spans of token ids into the tensors of one forward. The only place where lists become tensors for it."""
 
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ class BeamFront:
     beams: Listing[Sequence]
     settled: int  # full pages that all of them share from the start
 
-    def pages_of(self, heir: Sequence, parent: int) -> list[int]:
+    def pages_of(self, heir: Sequence, parent: int) -> "array[int]":
         """Pages of an heir that continues beam number `parent`: the parent's full pages, and a page of its own."""
         return self.beams[parent].pages[: len(heir.pages) - 1] + heir.pages[-1:]
 
@@ -358,7 +359,7 @@ def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: Dev
         step.tokens.index_copy_(0, places, picked.tokens.index_select(0, sources).clamp_(min=0))
 
 
-def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> list[list[int]]:
+def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> "list[array[int]]":
     """The page table of each span. picked: which beam each heir continues, if the host may wait for that."""
     if picked is None:
         return [span.sequence.pages for span in spans]

@@ -17,6 +17,7 @@ from penstock.shard.draft_progress import DraftProgress
 from penstock.shard.drafter import SHORT, Drafter
 from penstock.shard.engine import Engine
 from penstock.shard.outcome import Outcome
+from penstock.shard.pages import page_table
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
 from penstock.shard.speculator import Speculator
@@ -118,7 +119,7 @@ def test_logits_of_later_draft_rounds_match_plain_forwards(page_size: int, monke
     sequences = [tiny.group(uid, text, 20).sequences[0] for uid, text in enumerate(texts)]
     common = len(shared) // page_size
     for i, sequence in enumerate(sequences):
-        sequence.pages = [*range(1, 1 + common)] if i in (0, 2) else []
+        sequence.pages = page_table(range(1, 1 + common) if i in (0, 2) else ())
         sequence.pages += range(100 * (i + 1), 100 * (i + 1) + 20)
     assert all(drafter.ready(sequences))
     for sequence, left in zip(sequences, (1, 2, 1, 2), strict=True):
@@ -157,7 +158,7 @@ def test_catch_up_budget_is_given_to_one_sequence_after_the_other(monkeypatch: p
     drafter.resize(200, 16)
     sequences = [tiny.group(uid, prompt(uid, 100 + 2 * SHORT), 20).sequences[0] for uid in range(3)]
     for uid, sequence in enumerate(sequences):
-        sequence.pages = list(range(1 + 20 * uid, 21 + 20 * uid))
+        sequence.pages = page_table(range(1 + 20 * uid, 21 + 20 * uid))
     computed: list[list[int]] = []
     forward = drafter.forward
 
@@ -217,7 +218,7 @@ def test_draft_logits_of_tree_nodes_match_plain_forwards() -> None:
     drafter.resize(64, 4)
     tokens = prompt(1, 21)
     sequence = tiny.group(0, tokens, 20).sequences[0]
-    sequence.pages = list(range(1, 12))
+    sequence.pages = page_table(range(1, 12))
     assert drafter.ready([sequence]) == [True]
     first = drafter.logits([Frontier(sequence, [], [], [-1])])
     nodes, parents = [5, 6, 7, 8], [-1, -1, 0, 1]
@@ -232,7 +233,7 @@ def test_draft_model_may_have_a_smaller_vocabulary() -> None:
     small = Drafter(tiny.decoder("llama"), configurations.VOCABULARY - 20, tiny.CPU, 8)
     small.resize(8, 16)
     sequence = tiny.group(0, [1, 2, 3], 20).sequences[0]
-    sequence.pages = [1]
+    sequence.pages = page_table([1])
     small.ready([sequence])
     assert small.logits([Frontier(sequence, [], [], [-1])]).shape == (1, configurations.VOCABULARY - 20)
 

@@ -30,6 +30,7 @@ from penstock.shard.models.linear_attention import GatedDelta, LinearAttention
 from penstock.shard.models.recurrent_shapes import KimiDeltaShape, LinearAttentionShape, ShortConvolutionShape, StateSpaceShape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.models.short_convolutions import ShortConvolutions
+from penstock.shard.pages import page_table
 from penstock.shard.service import Service
 from penstock.shard.weights import DummyWeights
 from penstock.tests.shard import configurations, fake_cuda, lora, packing, test_speculation, tiny
@@ -855,7 +856,7 @@ def test_reported_page_growth_does_not_depend_on_drafts_yet_to_be_recomputed(cho
     """The next steps continue behind all accepted tokens and need pages for them, though fewer tokens have been computed."""
     group = tiny.group(0, prompt(1, 9), 40, drafts=4, continuations=[(choice, prompt(2, 8)) for choice in range(choices)])
     for sequence in group.sequences:
-        sequence.pages = list(range(1, 6))
+        sequence.pages = page_table(range(1, 6))
     group.decodes, reported = True, set()
     for computed in (16, 13, 11):
         for sequence in group.sequences:
