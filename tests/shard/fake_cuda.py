@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels import reference
+from penstock.kernels import lookahead, reference
 from penstock.kernels.beam import RowSet, living
 from penstock.kernels.sampling import allow
 
@@ -534,6 +534,15 @@ def _expand(given: Any) -> None:
     given.heirs.copy_(torch.stack(living(given.found, sets)))
 
 
+def _unknown(given: Any) -> lookahead.Unknown:
+    return lookahead.Unknown(given.entries, given.tables, True)
+
+
+def _fill(given: Any) -> None:
+    beams = (given.pages, given.parents) if given.BEAMS else (None, None)
+    lookahead.fill(given.tokens, beams[0], _unknown(given), given.picked, beams[1])
+
+
 # Kernels whose outputs are read by the host or by plain torch. All other kernels write nothing: their outputs stay zeros.
 EFFECTS: dict[str, Callable[[Any], None]] = {
     "norm_kernel": _norm,
@@ -547,6 +556,8 @@ EFFECTS: dict[str, Callable[[Any], None]] = {
     "top_kernel": _top,
     "normalize_kernel": lambda given: given.normalizers.copy_(given.totals.logsumexp(1)),
     "expand_kernel": _expand,
+    "fill_kernel": _fill,
+    "inherit_kernel": lambda given: lookahead.inherit(given.cache, _unknown(given), given.parents),
 }
 # The same where the logits are too large to hold numbers.
 SHAPED: dict[str, Callable[[Any], Any]] = {
