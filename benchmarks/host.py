@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.benchmarks.gpu_measure import replaced
 from penstock.benchmarks.gpu_model import write
 from penstock.kernels import dispatch
+from penstock.kernels.beam import Continuations
 from penstock.shard import logits
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.expansion import Beams, Expansion
@@ -60,7 +61,7 @@ def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> 
     for beams in sets:
         rows = range(first, first := first + len(beams.rows))
         best.append([(-0.1 * rank, CHANCE.choice(rows), CHANCE.randrange(64), -1.0) for rank in range(beams.count)])
-    return Expansion(sets, torch.tensor(best, dtype=torch.float64).permute(2, 0, 1))
+    return Expansion(sets, Continuations(torch.tensor(best, dtype=torch.float64).permute(2, 0, 1)))
 
 
 def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:

@@ -6,13 +6,14 @@ first come first, however many are asked for: what one row gets must not depend 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .dispatch import triton_for
-from .transfer import list_to_device, to_device
+from .transfer import list_to_device, lists_to_device, to_device
 
 
 def most_probable(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -64,6 +65,73 @@ def normalizers(logits: Tensor) -> Tensor:
 
         return top(logits, 0)[2]
     return logits.logsumexp(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSet:
+    """The rows of one beam search, a beam each, whose continuations compete with each other."""
+
+    start: int  # its first row
+    rows: int
+    count: int  # continuations that are considered, at most the vocabulary
+    width: int  # beams that live on
+    ends: Sequence[int] = ()  # tokens that end a beam
+
+
+@dataclass(frozen=True, slots=True)
+class Continuations:
+    """The best continuations of several beam searches, as many of each as of the one that considers most.
+
+    found: [4, sets, count] float64, best first: sums of log-probability and the beam's score, NaN where the logits of any of the
+    set's rows are not finite; rows that are continued; ids; log-probabilities. alive: see `living`; None: not computed.
+    """
+
+    found: Tensor
+    alive: tuple[Tensor, Tensor] | None = None
+
+
+def continuations(logits: Tensor, scores: Sequence[float], sets: Sequence[RowSet]) -> Continuations:
+    """The best continuations of `sets`, whose rows stand one set after the other.
+
+    logits: [rows, vocabulary] float32; scores: of each row's beam so far.
+    """
+    count = max(one.count for one in sets)
+    if triton_for(logits):
+        from . import fused_top
+
+        if all(fused_top.mergeable(logits, one.rows) for one in sets):
+            numbers = [(one.start, one.rows, one.count, one.width) for one in sets]
+            found, alive = fused_top.expand(logits, scores, numbers, [one.ends for one in sets], count)
+            return Continuations(found, (alive[0], alive[1]))
+    starts = [*(one.start for one in sets), sets[-1].start + sets[-1].rows]
+    sums, rows, ids, own = candidates(logits, to_device(torch.tensor(scores), logits.device), starts, count)
+    return Continuations(joined(sums, rows, ids, logits[rows, ids] - own[rows], own, starts))
+
+
+def joined(sums: Tensor, rows: Tensor, ids: Tensor, logprobs: Tensor, own: Tensor, starts: Sequence[int]) -> Tensor:
+    """`Continuations.found`. sums, rows, ids, logprobs: [sets, count] each; own: the rows' `normalizers`; starts: as for
+    `candidates`."""
+    bad = torch.nn.functional.pad((~own.isfinite()).cumsum(0), (1, 0))[list_to_device(own.device, starts)].diff() > 0
+    sums = sums.double().masked_fill(bad.unsqueeze(1), torch.nan)
+    return torch.stack((sums, rows.double(), ids.double(), logprobs.double()))
+
+
+def living(found: Tensor, sets: Sequence[RowSet]) -> tuple[Tensor, Tensor]:
+    """The continuations that live on, as a search chooses them: of the best `RowSet.count` those that don't end, at most
+    `RowSet.width`. Tokens, and indexes of the beams that they continue within the set: `width` of each set, one set after the
+    other, int64. Where there are fewer, the surplus entries are some token and some beam.
+
+    found: `Continuations.found`.
+    """
+    sums, (rows, ids), device = found[0], found[1:3].long(), found.device
+    most = max(len(one.ends) for one in sets)
+    ends = [[one.count, *one.ends, *[-1] * (most - len(one.ends))] for one in sets]
+    wanted = [(i, rank, one.start, one.start + one.rows - 1) for i, one in enumerate(sets) for rank in range(one.width)]
+    counts, ending = torch.split(to_device(torch.tensor(ends), device), [1, most], 1)
+    own, ranks, first, last = lists_to_device(device, *zip(*wanted, strict=True))
+    over = (torch.arange(sums.shape[1], device=device) >= counts) | (ids.unsqueeze(2) == ending.unsqueeze(1)).any(2)
+    order = sums.masked_fill(over, -torch.inf).sort(descending=True, stable=True).indices[own, ranks]
+    return ids[own, order], torch.minimum(rows[own, order], last) - first
 
 
 def candidates(logits: Tensor, scores: Tensor, starts: Sequence[int], count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

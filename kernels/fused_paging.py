@@ -62,7 +62,7 @@ def move_kernel(
 
 def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) -> None:
     """`paging.copy_pages`."""
-    pages = _bytes_if_small(pages)
+    pages = bytes_if_small(pages)
     layers, count, page_size, width = pages.shape
     assert pages.stride()[1:] == (page_size * width, width, 1) or count == 1
     if len(sources) and layers:
@@ -75,7 +75,7 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) 
 
 def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
     """`paging.move_slots`."""
-    slots = _bytes_if_small(slots)
+    slots = bytes_if_small(slots)
     layers, _, width = slots.shape
     assert slots.stride()[1:] == (width, 1)
     if len(sources) and layers:
@@ -85,7 +85,7 @@ def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) 
         )
 
 
-def _bytes_if_small(x: Tensor) -> Tensor:
+def bytes_if_small(x: Tensor) -> Tensor:
     """8-bit floats viewed as integers: some accelerators can't load them as floats."""
     return x.view(torch.int8) if x.element_size() == 1 else x
 

@@ -24,7 +24,7 @@ def copy_pages(pages: Tensor, sources: Tensor, targets: Tensor, filled: Tensor) 
 
         fused(pages, sources, targets, filled)
         return
-    copy_each(_held(pages), zip(sources.tolist(), targets.tolist(), filled.tolist(), strict=True))
+    copy_each(held(pages), zip(sources.tolist(), targets.tolist(), filled.tolist(), strict=True))
 
 
 def copy_each(pages: Any, copies: Iterable[tuple[int, int, int]]) -> None:
@@ -44,11 +44,11 @@ def move_slots(slots: Tensor, sources: Tensor, targets: Tensor, starts: Tensor) 
 
         fused(slots, sources, targets, starts)
         return
-    held = _held(slots)
+    slots_held = held(slots)
     for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-        held[:, target] = held[:, source]
+        slots_held[:, target] = slots_held[:, source]
 
 
-def _held(x: Tensor) -> Any:
+def held(x: Tensor) -> Any:
     """A view of the same memory, on CPUs as numpy bytes: numpy copies small pieces in a quarter of torch's time."""
     return x.view(torch.uint8).numpy() if x.device.type == "cpu" else x

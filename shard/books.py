@@ -2,7 +2,7 @@
 All ranks keep the same books: the same commands and tokens lead to the same state. Knows no model and no logits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Listing
 
 from .cache import Cache
@@ -69,18 +69,19 @@ class Books:
         for span in spans:
             span.sequence.computed = span.start + len(span.tokens)
 
-    def renew(self) -> None:
+    def renew(self, inherited: Container[int] = ()) -> None:
         """Prepares newly allocated pages; must be called before anything is written to or read from them. Old contents are copied
-        to host memory, if the prefix cache may find them again, and zeroed; pages found on the host are copied back."""
+        to host memory, if the prefix cache may find them again, and zeroed; pages found on the host are copied back. inherited:
+        pages that the next step overwrites as a whole, which need not be zeroed."""
         pages = self._pool.taken()
         if not pages:
             return
         if self._host is None:
-            self._cache.clear(pages)
+            self._cache.clear(pages, inherited)
             return
         saves, loads = self.prefixes.offload.moves()
         self._host.save(saves)
-        self._cache.clear(pages)
+        self._cache.clear(pages, inherited)
         self._host.load(loads)
         self.moved = (self.moved[0] + len(saves), self.moved[1] + len(loads))
 

@@ -1,7 +1,7 @@
 """KV cache tensors in pages, and the recurrent states of layers that have them (linear attention, short convolutions)."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Listing
 from itertools import accumulate
 
@@ -9,6 +9,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..kernels.lookahead import Unknown, inherit
 from ..kernels.paging import copy_each, copy_pages, move_slots
 from ..kernels.spans import RecurrentStates
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
@@ -72,9 +73,11 @@ class Cache:
         self._device = device
         self._bytes = [part.view(torch.uint8).numpy() for part in self.pages] if device.type == "cpu" else []
 
-    def clear(self, pages: Listing[int]) -> None:
-        """Zeroes `pages`: masked values must still be finite, so NaN and infinity must not outlive their request."""
+    def clear(self, pages: Listing[int], inherited: Container[int] = ()) -> None:
+        """Zeroes `pages`: masked values must still be finite, so NaN and infinity must not outlive their request. inherited: those
+        that `inherit` zeroes later."""
         self.cleared(pages)
+        pages = [page for page in pages if page not in inherited] if inherited else pages
         for part in self._bytes:  # numpy takes a quarter of torch's time
             part[:, pages] = 0
         # In few launches: `index_fill_` counts bytes in 32 bits, so that a large pool takes a launch per layer.
@@ -93,6 +96,12 @@ class Cache:
         """The same, of arguments that may be known on the device only: [copies] int64 each."""
         for part in self.pages:
             copy_pages(part, sources, targets, rows)
+
+    def inherit(self, heirs: Unknown, parents: Tensor) -> None:
+        """Copies to heirs what is in their parents' partial pages, and zeroes the rest, where so far only the device knows who is
+        whose parent."""
+        for part in self.pages:
+            inherit(part, heirs, parents)
 
     def copy_states(self, copies: Listing[tuple[int, int]]) -> None:
         """Copies (source, target) slots. Targets are distinct and no sources. One after the other, without an intermediate tensor:

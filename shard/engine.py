@@ -126,6 +126,8 @@ class Engine:
         self.decoder.compile(rows)
         if triton_on(self.device) and self.decoder.ranks.rank == 0:
             compile_kernels(self.decoder.shape.vocabulary, self.device)
+        if triton_on(self.device) and self.overlaps:
+            self.forward.compile()
         if self.speculator.drafter:
             self.speculator.drafter.compile(rows)
 
@@ -372,14 +374,12 @@ class Engine:
 
     def _forward(self, runs: Listing[Run], spans: Listing[step.Span]) -> Tensor | None:
         """Hidden states of the rows whose logits are wanted, run by run."""
-        self.books.renew()
+        self.books.renew({span.sequence.pages[-1] for span in spans if span.front})
         spans = step.parted(spans)
         compute: Callable[[Listing[step.Span]], Tensor] = self.forward
         if self._flight is not None:
             assert self._flight.pending.picked is not None, "it could not be left under way"
-            picked = self._flight.pending.picked()
-            self.books.forks.bequeath(spans, picked)
-            compute = partial(self.forward, picked=picked)
+            compute = partial(self.forward, picked=self._flight.pending.picked())
         hidden, lost = self.memory_fallback.forward(compute, spans, self.page_size)
         first = 0
         for run in runs:

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
-from ..kernels.transfer import lists_to_device
 from ..kernels.work_list import common_pages
 from .cache import Cache
 from .decoding.strategy import Child
 from .pages import PADDING, PagePool, page_table
 from .sequence import Group, Sequence
-from .step import BeamFront, DeviceSamples, Span
+from .step import BeamFront, Span
 
 
 def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
@@ -38,7 +37,7 @@ class BeamForks:
 
     def __init__(self, pool: PagePool, cache: Cache, renew: Callable[[], object]) -> None:
         """renew: prepares newly allocated pages."""
-        self.copied = 0  # rows copied in all
+        self.copied = 0  # rows copied for forks in all, without those that heirs take over
         self._pool = pool
         self._cache = cache
         self._renew = renew
@@ -105,25 +104,6 @@ class BeamForks:
     def _disown(self, heirs: Listing[Sequence], full: int) -> None:
         for heir in heirs:
             self._pool.release(heir.pages[full:])
-
-    def bequeath(self, spans: Listing[Span], picked: DeviceSamples) -> None:
-        """Has the device copy partial pages to the heirs among `spans`, by the parents it has chosen."""
-        size, tails = self._pool.page_size, list[int]()
-        copies: list[tuple[int, int, int, int]] = []  # index into tails, source, target, rows
-        begins: dict[BeamFront, int] = {}
-        for span in spans:
-            full, rows = divmod(span.start, size)
-            if span.front is None or not rows:
-                continue
-            if span.front not in begins:
-                begins[span.front] = len(tails)
-                tails += [beam.pages[full] for beam in span.front.beams]
-            copies.append((begins[span.front], span.source, span.sequence.pages[full], rows))
-        if copies:
-            assert picked.parents is not None
-            first, sources, targets, filled, found = lists_to_device(picked.parents.device, *zip(*copies, strict=True), tails)
-            self._cache.copy_rows(found[first + picked.parents[sources]], targets, filled)
-            self.copied += sum(rows for *_, rows in copies)
 
     def copy(self) -> None:
         """Makes the collected copies, once all groups of a step have forked."""

@@ -9,11 +9,12 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from ..kernels import ragged
+from ..kernels import lookahead, ragged
 from ..kernels.layout import AttentionLayout, Expansion, kind
 from . import graph_sizes, step
 from .cache import Cache
@@ -76,8 +77,14 @@ class Forward:
         shows = any(span.sequence.shows(span.start - back) for span in spans)
         graph = None if shows else _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
         own = self._padded(spans, graph.room, picked) if graph else None
-        if graph is None or own is None:
-            return self._compute(self._plan(spans, picked=picked))
+        if own is None:
+            own, graph = self._plan(spans, picked=picked), None
+        if own.lacked is not None and own.lacked.beams:
+            assert picked is not None
+            assert picked.parents is not None
+            self._cache.inherit(own.lacked, picked.parents)
+        if graph is None:
+            return self._compute(own)
         self.replayed += 1
         self._last = None
         graph.input.become(own)
@@ -93,6 +100,15 @@ class Forward:
         self.eager += 1
         self._last = own
         return self._decoder(own, self._cache)
+
+    def compile(self) -> None:
+        """Compiles what a step needs that is begun before the last one's tokens are known."""
+        entries = [(0, 0, 0, 0, 0, -1, 0, 0)]  # a token without a beam
+        token, tables = (torch.zeros(1, dtype=dtype, device=self._layout.device) for dtype in (torch.int64, torch.int32))
+        none = lookahead.unknown(self._layout.device, entries, [])
+        for own in (none, replace(none, beams=True)):
+            lookahead.fill(token, tables if own.beams else None, own, token, token)
+        self._cache.inherit(none, token)
 
     def record(self, record: Record, extent: GraphExtent, progress: Callable[[str], None]) -> None:
         """Records the graphs, the largest first: the others find room in the memory that it takes."""

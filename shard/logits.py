@@ -243,6 +243,7 @@ def _expanded(
     expansion = expand(logits, sets, mask) if logits is not None else elsewhere(sets, context.hidden.device)
     if broadcast is not None:
         broadcast(expansion.found)
+        expansion = expansion.received()  # what lives on is derived from it on every rank alike
     return expansion.pending()
 
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..kernels import attention, batch_invariant, expanded, ragged, shared_prefixes, work_list
+from ..kernels import attention, batch_invariant, expanded, lookahead, ragged, shared_prefixes, work_list
 from ..kernels.dispatch import triton_on
 from ..kernels.layout import AttentionLayout
 from ..kernels.spans import Spans
 from ..kernels.transfer import list_to_device, lists_to_device, to_device
+from .pages import PADDING
 from .pictures import AXES, PromptImage
 from .sequence import Group, Sequence
 
@@ -137,6 +138,7 @@ class Step:
     firsts: Tensor | None = None
     shown: Listing[ImageTokens] = ()
     last: LastTokens | None = None  # None: all are wanted, or too many, or no layer uses it
+    lacked: lookahead.Unknown | None = None  # what only the device knew of it; pages of heirs are still to be inherited
 
     def narrowed(self) -> "Step":
         """The step of its last tokens alone."""
@@ -236,10 +238,11 @@ def plan(
         step = replace(step, firsts=_axes(range(AXES), lists.positions, early, back, layout))
     if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
         step = replace(step, last=_last(spans, starts, layout))
-    if picked is not None:
-        _fill_in(step, spans, starts, picked)
-        if later:
-            _inherit(step, rows, spans, layout.page_size, picked)
+    lacked = _lacked(spans, rows, starts, layout) if picked is not None else None
+    if picked is not None and lacked is not None:
+        pages = _paged(step.attention).pages if later else None
+        lookahead.fill(step.tokens, pages, lacked, picked.tokens, picked.parents)
+        step = replace(step, lacked=lacked)
     return step
 
 
@@ -351,14 +354,6 @@ def _last(spans: Listing[Span], starts: Listing[int], layout: AttentionLayout) -
     return LastTokens(which, where, attended)
 
 
-def _fill_in(step: Step, spans: Listing[Span], starts: Listing[int], picked: DeviceSamples) -> None:
-    """Fills in tokens that only the device knows. Where none could be sampled, the result is thrown away."""
-    pairs = [(start, span.source) for span, start in zip(spans, starts, strict=True) if span.source >= 0]
-    if pairs:
-        places, sources = lists_to_device(picked.tokens.device, *zip(*pairs, strict=True))
-        step.tokens.index_copy_(0, places, picked.tokens.index_select(0, sources).clamp_(min=0))
-
-
 def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> "list[array[int]]":
     """The page table of each span. picked: which beam each heir continues, if the host may wait for that."""
     if picked is None:
@@ -368,28 +363,28 @@ def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> "list[array[i
     return [span.front.pages_of(span.sequence, parents[span.source]) if span.front else span.sequence.pages for span in spans]
 
 
-def _inherit(step: Step, rows: Listing[attention.Row], spans: Listing[Span], size: int, picked: DeviceSamples) -> None:
-    """Fills in, on the device, where it is known which beam each heir continues, the pages of a front that its beams don't all
-    share."""
-    assert picked.parents is not None
-    offsets = [0, *accumulate(work_list.width(row, size) for row in rows)]
-    tables: list[int] = []  # of every front's beams
-    # per page: its place; its span's source; index of the first beam's page; stride to the next beam's
-    wanted: list[tuple[int, int, int, int]] = []
-    begins: dict[BeamFront, int] = {}  # where a front's tables begin
-    for offset, span in zip(offsets, spans, strict=False):
-        if span.front is None:
-            continue
-        settled, full = span.front.settled, span.start // size
-        if span.front not in begins:
-            begins[span.front] = len(tables)
-            tables += chain.from_iterable(beam.pages[settled:full] for beam in span.front.beams)
-        begin = begins[span.front] - settled
-        wanted += [(offset + page, span.source, begin + page, full - settled) for page in range(settled, full)]
-    if wanted:
-        places, sources, firsts, strides, found = lists_to_device(picked.parents.device, *zip(*wanted, strict=True), tables)
-        pages = found.index_select(0, firsts + picked.parents.index_select(0, sources) * strides)
-        _paged(step.attention).pages.index_copy_(0, places, pages.int())
+def _lacked(
+    spans: Listing[Span], rows: Listing[attention.Row], starts: Listing[int], layout: AttentionLayout
+) -> lookahead.Unknown | None:
+    """What only the device knows: tokens, and, of heirs, the pages that the beams of their front don't all share. starts: index of
+    each span's first token. None: nothing."""
+    size, offset = layout.page_size, 0
+    entries, tables = list[tuple[int, ...]](), list[int]()
+    begins: dict[BeamFront, int] = {}  # where the tables of a front's beams begin
+    for span, row, token in zip(spans, rows, starts, strict=True):
+        if (front := span.front) is not None:
+            full, filled = divmod(span.start, size)
+            if front not in begins:
+                begins[front] = len(tables)
+                for beam in front.beams:
+                    tables += beam.pages[front.settled : full + 1] if filled else (*beam.pages[front.settled : full], PADDING)
+            count = full - front.settled
+            own = span.sequence.pages[full]
+            entries.append((span.source, token, offset + front.settled, begins[front], count, own, filled, 0))
+        elif span.source >= 0:
+            entries.append((span.source, token, 0, 0, 0, -1, 0, 0))
+        offset += work_list.width(row, size)
+    return lookahead.unknown(layout.device, entries, tables) if entries else None
 
 
 def follow(before: Step, spans: Listing[Span], layout: AttentionLayout) -> Step | None:

@@ -8,16 +8,16 @@ beams' scores. With a temperature continuations are sampled without replacement:
 
 import math
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ...kernels import noise
-from ...kernels.beam import best, candidates, normalizers
+from ...kernels.beam import Continuations, RowSet, best, continuations, joined, living, normalizers
 from ...kernels.sampling import Draws, allow, filtered
-from ...kernels.transfer import HostCopy, list_to_device, lists_to_device, to_device
+from ...kernels.transfer import HostCopy, list_to_device, to_device
 from ..step import DeviceSamples
 from .hypotheses import Top
 from .sampler import PendingPicks, Pick, Row, Tops, draws_of, penalized
@@ -44,14 +44,20 @@ class Beams:
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The best continuations of several groups, on the device.
-
-    found: [4, sets, candidates] float64: sums, NaN where logits are not finite; rows that are continued; ids; log-probabilities.
-    """
+    """The best continuations of several groups, on the device."""
 
     sets: Listing[Beams]
-    found: Tensor
+    best: Continuations
     tops: Tops | None = None
+
+    @property
+    def found(self) -> Tensor:
+        """See `Continuations`."""
+        return self.best.found
+
+    def received(self) -> "Expansion":
+        """As a rank has it that was sent `found`."""
+        return replace(self, best=Continuations(self.found))
 
     def pending(self) -> PendingPicks[list[list[Pick | None]]]:
         """The candidates of each set, best first, or in the order in which they were drawn; fewer if there are no more, [None] if
@@ -69,42 +75,34 @@ class Expansion:
     def _heirs(self) -> DeviceSamples:
         """The beams that `beam.BeamSearch` will keep alive, in its order. Where there are fewer, the surplus entries are not
         used."""
-        sums, (places, ids), device = self.found[0], self.found[1:3].long(), self.found.device
-        most = max(len(beams.end_ids) for beams in self.sets)
-        ends = [[beams.count, *beams.end_ids, *[-1] * (most - len(beams.end_ids))] for beams in self.sets]
-        wanted = [
-            (i, rank, start, start + len(beams.rows) - 1)
-            for i, (beams, start) in enumerate(zip(self.sets, _starts(self.sets), strict=False))
-            for rank in range(beams.width)
-        ]
-        counts, ending = torch.split(to_device(torch.tensor(ends), device), [1, most], 1)
-        own, ranks, first, last = lists_to_device(device, *zip(*wanted, strict=True))
-        over = (torch.arange(sums.shape[1], device=device) >= counts) | (ids.unsqueeze(2) == ending.unsqueeze(1)).any(2)
-        order = sums.masked_fill(over, -torch.inf).sort(descending=True, stable=True).indices[own, ranks]
-        return DeviceSamples(ids[own, order], torch.minimum(places[own, order], last) - first)
+        return DeviceSamples(*(self.best.alive or living(self.found, _row_sets(self.sets))))
 
 
 def expand(logits: Tensor, sets: Listing[Beams], mask: Tensor | None = None) -> Expansion:
     """Computes the best continuations. logits: [rows, vocabulary] float32, the sets' rows one after the other; mask: see
     `sampler.pick`."""
-    rows, starts = [row for beams in sets for row in beams.rows], _starts(sets)
-    scores = to_device(torch.tensor([score for beams in sets for score in beams.scores]), logits.device)
-    count = max(beams.count for beams in sets)
-    plain = mask is None and not any(row.sampling.penalized or row.sampling.temperature for row in rows)
-    if plain:
-        sums, places, ids, own = candidates(logits, scores, starts, count)
+    rows = [row for beams in sets for row in beams.rows]
+    scores = [score for beams in sets for score in beams.scores]
+    if mask is None and not any(row.sampling.penalized or row.sampling.temperature for row in rows):
+        best = continuations(logits, scores, _row_sets(sets))
     else:
-        own = normalizers(logits)
-        sums, places, ids = _processed(logits, own, scores, rows, starts, count, mask)
-    logprobs = logits[places, ids] - own[places]
-    bad = torch.nn.functional.pad((~own.isfinite()).cumsum(0), (1, 0))[list_to_device(logits.device, starts)].diff() > 0
-    found = torch.stack((sums.double().masked_fill(bad.unsqueeze(1), torch.nan), places.double(), ids.double(), logprobs.double()))
-    return Expansion(sets, found, Tops(logits, rows, all=True))
+        count = max(beams.count for beams in sets)
+        best = _processed(logits, to_device(torch.tensor(scores), logits.device), rows, _starts(sets), count, mask)
+    return Expansion(sets, best, Tops(logits, rows, all=True))
 
 
 def elsewhere(sets: Listing[Beams], device: torch.device) -> Expansion:
     """An empty Expansion, for a rank that receives the result."""
-    return Expansion(sets, torch.empty(4, len(sets), max(beams.count for beams in sets), dtype=torch.float64, device=device))
+    count = max(beams.count for beams in sets)
+    return Expansion(sets, Continuations(torch.empty(4, len(sets), count, dtype=torch.float64, device=device)))
+
+
+def _row_sets(sets: Listing[Beams]) -> list[RowSet]:
+    """The sets without their sampling parameters."""
+    return [
+        RowSet(start, len(beams.rows), beams.count, beams.width, [*beams.end_ids])
+        for beams, start in zip(sets, _starts(sets), strict=False)
+    ]
 
 
 def _starts(sets: Listing[Beams]) -> list[int]:
@@ -124,9 +122,10 @@ def _candidates(beams: Beams, start: int, found: Listing[Listing[float]], tops: 
 
 
 def _processed(
-    logits: Tensor, own: Tensor, scores: Tensor, rows: Listing[Row], starts: Listing[int], count: int, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `kernels.beam.candidates`, where some rows have penalties, masks or a temperature."""
+    logits: Tensor, scores: Tensor, rows: Listing[Row], starts: Listing[int], count: int, mask: Tensor | None
+) -> Continuations:
+    """Like `kernels.beam.continuations`, where some rows have penalties, masks or a temperature."""
+    own = normalizers(logits)
     values = penalized(logits - own.unsqueeze(1), rows)
     if mask is not None:
         values = allow(values, mask)
@@ -137,7 +136,8 @@ def _processed(
     if drawn:
         order = values.index_add(0, lines, noise.gumbel_all(draws.seeds, draws.choices, draws.positions, logits.shape[1]))
     found, places, ids = best(order, starts, count)
-    return values[places, ids].masked_fill(found == -torch.inf, -torch.inf), places, ids
+    sums = values[places, ids].masked_fill(found == -torch.inf, -torch.inf)
+    return Continuations(joined(sums, places, ids, logits[places, ids] - own[places], own, starts))
 
 
 def _warped(values: Tensor, lines: Tensor, draws: Draws) -> Tensor:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...kernels import noise
-from ...kernels.beam import largest, most_probable
+from ...kernels.beam import RowSet, continuations, largest, most_probable
 from ...kernels.dispatch import triton_for
 from ...kernels.sampling import Draws, Filtered, Penalties, allow, filtered, first_largest, penalize, perturbed
 from ...kernels.transfer import HostCopy, list_to_device, lists_to_device, to_device
@@ -106,6 +106,7 @@ def compile_kernels(vocabulary: int, device: torch.device) -> None:
     row = Row(Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, bias=((0, 1.0),)), [0], 1, 0, top_n=1)
     pick(logits, [row])
     pick(logits, [row], torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
+    continuations(logits, [0.0], [RowSet(0, 1, 2, 2)])
     key = (torch.zeros(1, dtype=torch.int64, device=device),) * 3
     noise.gumbel_all(*key, vocabulary)
     noise.gumbel(*key, key[0].unsqueeze(1))

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from penstock.kernels import dispatch, fused_top
-from penstock.kernels.beam import best, candidates, most_probable, normalizers
+from penstock.kernels.beam import RowSet, best, candidates, continuations, living, most_probable, normalizers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of intended infinities
@@ -118,3 +118,73 @@ def test_best_of_each_set_orders_ties_by_row_and_id(rng: random.Random) -> None:
         possible = min(9, int(order[start:end].isfinite().sum()))
         assert found[i].equal(expected.values[:9])
         assert (rows[i, :possible] * 200 + ids[i, :possible]).equal(expected.indices[:possible] + start * 200)
+
+
+def row_sets(rng: random.Random, most: int) -> list[RowSet]:
+    """Searches of several sizes; their end tokens are among the first, which `tied_logits` makes likely."""
+    found: list[RowSet] = []
+    for _ in range(5):
+        rows, width = rng.randint(1, 5), rng.randint(2, 5)
+        ends = rng.sample(range(12), rng.choice([0, 0, 1, 3]))
+        start = found[-1].start + found[-1].rows if found else 0
+        found.append(RowSet(start, rows, min(most, max(2, 1 + len(ends)) * width), width, ends))
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", [20, 64, 333])
+def test_continuations_match_candidates_and_their_log_probabilities(vocabulary: int, rng: random.Random) -> None:
+    sets = row_sets(rng, vocabulary)
+    last, count = sets[-1].start + sets[-1].rows, max(one.count for one in sets)
+    logits = tied_logits(last, vocabulary)
+    scores = [rng.choice([0.0, -1.0, -2.5]) for _ in range(last)]
+    found = continuations(logits, scores, sets)
+    starts = [*(one.start for one in sets), last]
+    sums, rows, ids, own = candidates(logits, torch.tensor(scores, device=DEVICE), starts, count)
+    assert found.found[0].equal(sums.double())
+    possible = sums > -torch.inf
+    assert found.found[1:3, possible].equal(torch.stack((rows, ids))[:, possible].double())
+    assert found.found[3, possible].equal((logits[rows, ids] - own[rows]).double()[possible])
+
+
+@pytest.mark.parametrize("vocabulary", [20, 333])
+def test_beams_that_live_on_are_the_best_that_do_not_end(vocabulary: int, rng: random.Random) -> None:
+    sets = row_sets(rng, vocabulary)
+    last = sets[-1].start + sets[-1].rows
+    made = continuations(tied_logits(last, vocabulary), [rng.choice([0.0, -1.0]) for _ in range(last)], sets)
+    tokens, parents = made.alive or living(made.found, sets)
+    assert len(tokens) == len(parents) == sum(one.width for one in sets)
+    for i, one in enumerate(sets):
+        considered = made.found[:3, i, : one.count].t().tolist()
+        lives = [
+            (int(row) - one.start, int(token)) for total, row, token in considered if token not in one.ends and total > -torch.inf
+        ]
+        expected, tokens = lives[: one.width], tokens[:] if not i else tokens[sets[i - 1].width :]
+        parents = parents[:] if not i else parents[sets[i - 1].width :]
+        own = [*zip(parents[: one.width].tolist(), tokens[: one.width].tolist(), strict=True)]
+        assert own[: len(expected)] == expected
+        assert all(0 <= parent < one.rows and 0 <= token < vocabulary for parent, token in own)
+
+
+def test_continuations_of_a_search_beside_rows_of_nan() -> None:
+    logits = torch.randn(5, 100, device=DEVICE)
+    logits[1], logits[4, 7] = torch.nan, torch.inf
+    sets = [RowSet(0, 2, 6, 3), RowSet(2, 2, 4, 2), RowSet(4, 1, 4, 2)]
+    together = continuations(logits, [0.0, -1.0, -2.0, -3.0, 0.0], sets)
+    alone = continuations(logits[2:4], [-2.0, -3.0], [RowSet(0, 2, 6, 2)])
+    assert together.found[0].isnan().all(1).tolist() == [True, False, True]
+    assert together.found[:, 1].sub(torch.tensor([0, 2, 0, 0], device=DEVICE).unsqueeze(1)).equal(alone.found[:, 0])
+    tokens, parents = together.alive or living(together.found, sets)
+    assert tokens.min() >= 0
+    assert tokens.max() < 100
+    assert [parents[:3].max() < 2, parents[3:5].max() < 2, parents[5:].max() < 1] == [True] * 3
+
+
+def test_searches_of_too_many_rows_to_merge_are_expanded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, scores, sets = tied_logits(6, 200), [0.0, -1.0, 0.0, -2.0, 0.0, -1.0], [RowSet(0, 2, 8, 4, [3]), RowSet(2, 4, 8, 4)]
+    usual = continuations(logits, scores, sets)
+    monkeypatch.setattr(fused_top, "LISTS", 8)
+    unmerged = continuations(logits, scores, sets)
+    assert unmerged.alive is None
+    assert unmerged.found.equal(usual.found)
+    if usual.alive is not None:
+        assert all(one.equal(other) for one, other in zip(living(usual.found, sets), usual.alive, strict=True))

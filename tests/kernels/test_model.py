@@ -22,11 +22,12 @@ from penstock.kernels import (
     fused_skinny_gemm,
     indexed_attention,
     linear,
+    lookahead,
     operations,
     work_list,
 )
 from penstock.proto.speculation import parse
-from penstock.shard import graph_sizes, step
+from penstock.shard import graph_sizes
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
@@ -313,14 +314,14 @@ def test_beams_in_overlapped_steps_take_over_pages_on_the_device(name: str, grap
     if graphs:
         with_graphs(engine, monkeypatch, replace(USUAL, rows=8, pages=2 * PAGES))
     changed_pages: list[int] = []
-    inherit = step._inherit
+    fill = lookahead.fill
 
-    def inheriting(next_step: step.Step, rows: Any, *rest: Any) -> None:
-        before = next_step.attention.pages.clone()  # type: ignore[union-attr]
-        inherit(next_step, rows, *rest)
-        changed_pages.append(int((next_step.attention.pages != before).sum()))  # type: ignore[union-attr]
+    def filling(tokens: torch.Tensor, pages: torch.Tensor | None, *rest: Any) -> None:
+        before = pages.clone() if pages is not None else None
+        fill(tokens, pages, *rest)
+        changed_pages.append(int((pages != before).sum()) if pages is not None else 0)
 
-    monkeypatch.setattr(step, "_inherit", inheriting)
+    monkeypatch.setattr(lookahead, "fill", filling)
     overlapping = OverlappingEngine(engine, random.Random(1))
     found = Driver(overlapping, [message(group) for group in searches()], Traffic(), 4).run()
     assert found.tokens == expected.tokens

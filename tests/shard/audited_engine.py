@@ -6,7 +6,7 @@ Each token is a function of those before it, so the same request always gets the
 
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,8 +44,8 @@ class FakeCache:
         self.slots = states
         self.states: dict[int, Content] = dict.fromkeys(range(1, states + 1))  # the tokens that each state covers
 
-    def clear(self, pages: Sequence[int]) -> None:
-        for page in pages:
+    def clear(self, pages: Sequence[int], inherited: Container[int] = ()) -> None:
+        for page in [page for page in pages if page not in inherited]:
             for place in range(self.page_size):
                 self.content[page * self.page_size + place] = None
 
@@ -58,9 +58,6 @@ class FakeCache:
         assert not {source for source, _ in copies} & {target for _, target in copies}
         for source, target in copies:
             self.states[target] = self.states[source]
-
-    def copy_rows(self, sources: torch.Tensor, targets: torch.Tensor, rows: torch.Tensor) -> None:
-        self.copy(list(zip(sources.tolist(), targets.tolist(), rows.tolist(), strict=True)))
 
 
 class FakeHostPages:
@@ -131,6 +128,9 @@ class FakeModel:
     def __call__(self, spans: Sequence[Span], cache: FakeCache, picked: DeviceSamples | None) -> torch.Tensor:
         size, written = cache.page_size, set()
         named = [(span, *self.tokens_and_pages(span, picked)) for span in spans]
+        for span in spans:
+            if span.front is not None:
+                self.inherit(span, cache, picked)
         for span, tokens, pages in named:
             for place in range(span.start, span.start + len(span.tokens)):
                 slot = pages[place // size] * size + place % size
@@ -157,6 +157,18 @@ class FakeModel:
             slot, end = span.sequence.state, span.start + len(span.tokens)
             assert not span.start or cache.states[slot] == (span.sequence.cache_key, tokens[: span.start])
             cache.states[slot] = span.sequence.cache_key, tokens[:end]
+
+    @staticmethod
+    def inherit(span: Span, cache: FakeCache, picked: DeviceSamples | None) -> None:
+        """Copies the parent's partial page to an heir."""
+        assert span.front is not None
+        assert picked is not None
+        assert picked.parents is not None
+        full, rows = divmod(span.start, cache.page_size)
+        cache.clear(span.sequence.pages[full:])
+        if rows:
+            parent = span.front.beams[int(picked.parents[span.source])]
+            cache.copy([(parent.pages[full], span.sequence.pages[full], rows)])
 
     @staticmethod
     def tokens_and_pages(span: Span, picked: DeviceSamples | None) -> tuple[tuple[int, ...], Sequence[int]]:

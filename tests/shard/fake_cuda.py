@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels import reference
+from penstock.kernels import lookahead, reference
+from penstock.kernels.beam import RowSet, living
 from penstock.kernels.sampling import allow
 
 DEVICE = torch.device("cuda", 0)
@@ -520,6 +521,28 @@ def _top(given: Any) -> None:
     given.totals.fill_(-torch.inf)[:, 0].copy_(given.logits.logsumexp(-1))
 
 
+def _expand(given: Any) -> None:
+    fields, own, sets = given.sets[: 6 * given.found.shape[1]].view(-1, 6).tolist(), given.totals.logsumexp(1), []
+    for i, (start, rows, most, width, _, ends) in enumerate(fields):
+        some = slice(start, start + rows)
+        sums = given.values[some] - own[some, None, None] + given.scores[some, None, None]
+        best, places = sums.flatten().topk(given.count)
+        parents = start + places // sums[0].numel()
+        ids, values = (one[some].flatten()[places] for one in (given.ids, given.values))
+        given.found[:, i].copy_(torch.stack((best, parents, ids, values - own[parents])))
+        sets.append(RowSet(start, rows, most, width, given.ends[i * given.ends_stride :][:ends].tolist()))
+    given.heirs.copy_(torch.stack(living(given.found, sets)))
+
+
+def _unknown(given: Any) -> lookahead.Unknown:
+    return lookahead.Unknown(given.entries, given.tables, True)
+
+
+def _fill(given: Any) -> None:
+    beams = (given.pages, given.parents) if given.BEAMS else (None, None)
+    lookahead.fill(given.tokens, beams[0], _unknown(given), given.picked, beams[1])
+
+
 # Kernels whose outputs are read by the host or by plain torch. All other kernels write nothing: their outputs stay zeros.
 EFFECTS: dict[str, Callable[[Any], None]] = {
     "norm_kernel": _norm,
@@ -531,6 +554,10 @@ EFFECTS: dict[str, Callable[[Any], None]] = {
     "draw_kernel": lambda given: given.sums.fill_(1),
     "settle_kernel": lambda given: given.logprobs.fill_(-1),
     "top_kernel": _top,
+    "normalize_kernel": lambda given: given.normalizers.copy_(given.totals.logsumexp(1)),
+    "expand_kernel": _expand,
+    "fill_kernel": _fill,
+    "inherit_kernel": lambda given: lookahead.inherit(given.cache, _unknown(given), given.parents),
 }
 # The same where the logits are too large to hold numbers.
 SHAPED: dict[str, Callable[[Any], Any]] = {

@@ -336,6 +336,8 @@ def test_all_kernels_are_compiled_during_warm_up(activity: Activity, speculate: 
         run(engine, make())
     for rows in range(1, 5):
         run(engine, [group(uid, hot(top_p=0.9)) for uid in range(rows)])
+    for name in [] if speculate else ["sampled", "beams alone"]:
+        overlapped(engine, SCENARIOS[name]())
     prefill(engine, [group(uid) for uid in range(linear.FEWER + 1)], 1000, [])  # more rows than any graph has
     run(engine, [])
     compiled_later = {one for one in activity.launches if one.kernel not in ("copy_kernel", "move_kernel")} - known

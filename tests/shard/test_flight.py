@@ -18,7 +18,6 @@ from penstock.shard.decoding.hypotheses import Search, Stop, candidates_of
 from penstock.shard.decoding.sampler import PendingPicks, Pick, Row
 from penstock.shard.engine import Engine
 from penstock.shard.flight import StepInFlight
-from penstock.shard.forks import BeamForks
 from penstock.shard.out_of_memory import ALONE
 from penstock.shard.parallel import Ranks
 from penstock.shard.prefix import PrefixCache
@@ -26,7 +25,7 @@ from penstock.shard.sequence import Group, Sampling
 from penstock.shard.step import BeamFront, DeviceSamples, Span
 from penstock.tests.shard import audited_engine as audited_engine_module
 from penstock.tests.shard import tiny
-from penstock.tests.shard.audited_engine import POISON, AuditedEngine
+from penstock.tests.shard.audited_engine import POISON, AuditedEngine, FakeModel
 from penstock.tests.shard.audited_engine import audited_engine as audited_engine  # a fixture
 from penstock.tests.shard.driver import Driver, OverlappingEngine, Results, Traffic, drive, message
 from penstock.tests.shard.test_against_transformers import ANSWER_LENGTH, all_pages_free, prompt
@@ -172,7 +171,7 @@ def wrong_parent(original: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "name", "fault"),
     [
-        (BeamForks, "bequeath", lambda original: lambda self, spans, picked: None),
+        (FakeModel, "inherit", lambda original: lambda self, span, cache, picked: None),
         (BeamFront, "pages_of", wrong_parent),
         (Group, "standing", lambda original: lambda self, page_size: (*original(self, page_size)[:1], 0, self.lacking)),
     ],
