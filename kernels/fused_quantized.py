@@ -37,7 +37,7 @@ from .small_floats import FP8_FACTOR, scale_at, scaled_nvfp4, words
 from .small_integers import code_values, pair
 
 FEW = 4  # most rows without tensor cores (`fused_quantized_gemv`), at most its SHAPES have
-MOST = 256  # rows
+MOST = 64  # most rows for this kernel, which reads every code once for each 64 of them
 TYPES = {torch.bfloat16, torch.float16}  # dtypes of rows that tensor cores support
 RUN = 128  # most inputs at a time; they share a scale, or are whole blocks of NVFP4
 LEAST_RUN = 32
