@@ -13,6 +13,9 @@ queries, keys and values (6144 x 4096) with this kernel (bfloat16, by cuBLAS: 14
     1 row       39.3    26.0    20.3    51.9    21.3
     256 rows    82.8    89.9    84.5   146.9    52.9
 
+A program's steps follow one another, each a run, and take 0.4 to 0.8 us. So with few programs inputs are divided among several
+(split-K), whose sums a second launch adds.
+
 Two 4-bit codes share a byte, those of a run's first half with those of its second, so that each half is a product of its own and
 nothing has to be interleaved.
 """
@@ -42,13 +45,17 @@ TYPES = {torch.bfloat16, torch.float16}  # dtypes of rows that tensor cores supp
 RUN = 128  # most inputs at a time; they share a scale, or are whole blocks of NVFP4
 LEAST_RUN = 32
 PROGRAMS = 128  # programs below which each gets fewer outputs, so that more processors have one
+# Parts that inputs are divided into (split-K), and from how many programs on there are enough, by the rows of a tile: registers let
+# a multiprocessor run some four of 16 rows at a time, two of 64. A part has at least SHORTEST runs. Estimates: none was measured.
+PARTS, ENOUGH, SHORTEST = (1, 2, 4, 8), {16: 512, 64: 256}, 4
+SUMMED = 512  # numbers of a program of `sum_kernel`
 UNPACKED = 32  # outputs of a program of `unpack_kernel`
 WARPS = 4
 
 
 @triton.jit(do_not_specialize=["rows"])
 def quantized_kernel(
-    out: tl.tensor,  # [rows, OUTPUTS], dense
+    out: tl.tensor,  # [rows, OUTPUTS], dense; with PARTS > 1 their sums, [PARTS, rows, OUTPUTS] float32
     x: tl.tensor,  # [rows, INPUTS]
     codes: tl.tensor,  # [OUTPUTS, INPUTS] bytes, or half as many
     scales: tl.tensor,  # [INPUTS / BLOCK, OUTPUTS] float32, for 4-bit floats bytes or `words`
@@ -70,10 +77,13 @@ def quantized_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """COLUMNS outputs of ROWS rows."""
+    """COLUMNS outputs of ROWS rows, over one part of the inputs."""
+    LENGTH: tl.constexpr = (INPUTS // RUN + PARTS - 1) // PARTS  # runs of a part
+    part_number = tl.program_id(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     asked, wanted = row < rows, output < OUTPUTS
@@ -81,7 +91,7 @@ def quantized_kernel(
     from_x = x + row.to(tl.int64)[:, None] * x_stride + place[None, :]
     from_codes = codes + output.to(tl.int64)[:, None] * (INPUTS // RUN * WIDTH) + place[None, :]
     result = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for run in tl.range(0, INPUTS // RUN, num_stages=STAGES):
+    for run in tl.range(part_number * LENGTH, tl.minimum((part_number + 1) * LENGTH, INPUTS // RUN), num_stages=STAGES):
         held = tl.load(from_codes + run * WIDTH, mask=wanted[:, None], other=0)
         block = run * RUN // BLOCK * OUTPUTS + output
         first = tl.load(from_x + run * RUN, mask=asked[:, None], other=0.0)
@@ -103,9 +113,21 @@ def quantized_kernel(
     if FACTORS:
         result *= tl.load(factors + output, mask=wanted, other=0.0)[None, :]
     if BIASED:
-        result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    to = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
+        first_part = output + part_number * OUTPUTS < OUTPUTS  # the first part adds the bias
+        result += tl.load(bias + output, mask=first_part, other=0.0).to(tl.float32)[None, :]
+    to = out + (row + part_number * rows).to(tl.int64)[:, None] * OUTPUTS + output[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=asked[:, None] & wanted[None, :])
+
+
+@triton.jit
+def sum_kernel(out: tl.tensor, sums: tl.tensor, numbers: tl.tensor, PARTS: tl.constexpr, SIZE: tl.constexpr) -> None:
+    """Adds PARTS sums, [PARTS, numbers], to `numbers` results."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    held = place < numbers
+    result = tl.zeros([SIZE], tl.float32)
+    for part in tl.static_range(PARTS):
+        result += tl.load(sums + part * numbers.to(tl.int64) + place, mask=held, other=0.0)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -190,8 +212,10 @@ def by_triton(
         tile = _tile(MOST if invariant else rows, outputs, codes.kind, torch.version.hip is not None)
         if rows:
             grid = triton.cdiv(outputs, tile["COLUMNS"]), triton.cdiv(rows, tile["ROWS"])
-            quantized_kernel[grid](
-                out,
+            parts = 1 if invariant else _parts(grid[0] * grid[1], tile["ROWS"], inputs // run)
+            sums = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device) if parts > 1 else out
+            quantized_kernel[*grid, parts](
+                sums,
                 x,
                 held,
                 scales,
@@ -204,12 +228,15 @@ def by_triton(
                 OUTPUTS=outputs,
                 BIASED=bias is not None,
                 **tile,
+                PARTS=parts,
                 WIDEN=INTERPRET,
                 CUDA=on_nvidia(x.device),
                 num_warps=WARPS,
                 num_stages=tile["STAGES"],
                 enable_fp_fusion=True,
             )
+            if parts > 1:
+                sum_kernel[(triton.cdiv(out.numel(), SUMMED),)](out, sums, out.numel(), PARTS=parts, SIZE=SUMMED, num_warps=WARPS)
         return out
 
     return product, (held, scales, zeros, factors, bias)
@@ -277,6 +304,12 @@ def _tile(rows: int, outputs: int, kind: str, amd: bool) -> dict[str, int]:
     return {"ROWS": high, "COLUMNS": wide, "STAGES": 2 if amd else 4 if high == 16 else 3}
 
 
+def _parts(programs: int, high: int, runs: int) -> int:
+    """The number of parts that inputs are divided into, for so many programs for each part, of `high` rows."""
+    possible = [parts for parts in PARTS if runs >= parts * SHORTEST]
+    return next((parts for parts in possible if programs * parts >= ENOUGH[high]), possible[-1] if possible else 1)
+
+
 def compilations() -> list[Compilation]:
     """Matrices of an 8 B model, for one row and for many, in the formats of checkpoints."""
     cases = {  # kind, block, zeros, inputs, outputs, type of rows
@@ -290,7 +323,17 @@ def compilations() -> list[Compilation]:
         "nvfp4": ("nvfp4", 16, False, 4096, 6144, "bf16"),
         "nvfp4, short runs": ("nvfp4", 16, False, 2720, 1000, "fp16"),
     }
-    found = []
+    found = [
+        Compilation(
+            kernel=sum_kernel,
+            name=f"sum of parts {kindred}".rstrip(),
+            types={"out": "*bf16", "sums": "*fp32", "numbers": "i32:16"},
+            constants={"PARTS": 4, "SIZE": SUMMED},
+            warps=WARPS,
+            targets=targets,
+        )
+        for kindred, targets in VENDORS.items()
+    ]
     for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(
         cases.items(), VENDORS.items()
     ):
@@ -315,13 +358,22 @@ def compilations() -> list[Compilation]:
         ]
         for rows in (1, MOST):
             tile = _tile(rows, outputs, kind, kindred == "amd")
-            constants = {**meant_by, "OUTPUTS": outputs, "BIASED": zeros, **tile, "WIDEN": False, "CUDA": kindred != "amd"}
+            parts = _parts(triton.cdiv(outputs, tile["COLUMNS"]), tile["ROWS"], inputs // run)
+            constants = {
+                **meant_by,
+                "OUTPUTS": outputs,
+                "BIASED": zeros,
+                **tile,
+                "PARTS": parts,
+                "WIDEN": False,
+                "CUDA": kindred != "amd",
+            }
             numbers = {"rows": "i32", "x_stride": "i32:16"}
             found.append(
                 Compilation(
                     kernel=quantized_kernel,
                     name=f"quantized {name} {rows} {kindred}".rstrip(),
-                    types=pointers | numbers,
+                    types=pointers | numbers | ({"out": "*fp32"} if parts > 1 else {}),
                     constants=dict(constants),
                     warps=WARPS,
                     stages=tile["STAGES"],

@@ -4,12 +4,12 @@ form of weights is read). Knows tensors only.
     out[row, o] = factors[o] * sum over blocks b of scales[b, o] * sum over i in b of x[row, i] * (codes[o, i] - zeros[b, o])
 
 A program computes a few outputs over all inputs, as in `fused_gemv`. Tiles for tensor cores advance by one block of inputs at a
-time, so an int4 weight of 4,096 inputs took 64 steps of 0.6 us each, most of it waiting: for loads, at barriers, and for numbers on
-their way to the tensor cores through shared memory. Here a thread reads PIECE bytes of every output at a time, all of one block (in
-NVFP4 of two, one for each half of the bytes), unpacks them where they are, and scales their sum: nothing is shared but the result.
-Codes are exact in float16, and all else is float32.
+time, so an int4 weight of 4,096 inputs took 64 steps of 0.6 us each, most of it waiting: for loads, barriers, and numbers on their
+way to the tensor cores. Here a thread reads PIECE bytes of every output at a time, all of one block (in NVFP4 of two, one for each
+half of the bytes), unpacks them where they are, and scales their sum: nothing is shared but the result. Codes are exact in float16,
+and all else is float32.
 
-Estimated from instructions alone (sm_90, Triton 3.9), four schedulers busy: 6144 x 4096 takes an H200 some 4 us in int4, 4.5 in fp4,
+Estimated from its instructions (sm_90, Triton 3.9), four schedulers busy: 6144 x 4096 takes an H200 some 4 us in int4, 4.5 in fp4,
 5 in NVFP4, 4.5 in int8 and fp8. It was not measured yet.
 """
 
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 # By the most rows, which are kept in registers beside the codes. Not measured yet.
-SHAPES = {1: Shape(4, 2048, 4, 1), 2: Shape(4, 2048, 4, 1), 4: Shape(2, 2048, 4, 1)}
+SHAPES = {1: Shape(4, 2048, 4, 1), 2: Shape(4, 2048, 4, 1), 4: Shape(4, 2048, 8, 1)}
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -334,6 +334,23 @@ def test_products_of_few_rows_match_float64(
         check_few_rows(kind, rng.choice([1, 8, 14, 33]), inputs, group, rng.random() < 0.5 and kind not in FLOATS, dtype)
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("kind", BITS)
+def test_products_whose_inputs_are_divided_match_float64(kind: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last part is shorter, or has nothing."""
+    monkeypatch.setattr(fused_quantized.torch, "empty", nan_tensor)
+    monkeypatch.setattr(fused_quantized, "FEW", 0)
+    monkeypatch.setattr(fused_quantized, "PARTS", (parts,))
+    monkeypatch.setattr(fused_quantized, "SHORTEST", 1)
+    for inputs in (parts * 128, 320):
+        codes, bias = random_weight(kind, 33, inputs, 64), torch.randn(33, device=DEVICE).half()
+        product = laid_out_by("triton", codes, bias, torch.float16)
+        for rows in (1, 7, 20):
+            x = torch.randn(rows, inputs, device=DEVICE).half()
+            expected = x.double() @ dequantized(codes, torch.float64).T + bias.double()
+            assert (product(x).double() - expected).abs().max() <= TOLERANCES[torch.float16] * expected.abs().max()
+
+
 @pytest.mark.parametrize(("kind", "fault"), [("nvfp4", "scales"), ("int8", "scales"), ("int4", "places"), ("fp8", "factor")])
 def test_check_of_few_rows_detects_planted_faults(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of the outputs beside, inputs of the other half of a run, 8-bit floats twice as large."""
