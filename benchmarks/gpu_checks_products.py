@@ -147,9 +147,9 @@ def adapted(bench: Bench, chance: random.Random) -> float:
 
 
 def quantized_products(bench: Bench, chance: random.Random, kind: str) -> float:
-    """Quantized products of few rows, of many, and of so many that the weight is dequantized first."""
+    """Quantized products of few rows, with tensor cores and without, of many, and with the weight dequantized first."""
     worst = 0.0
-    for dtype, rows in itertools.product((torch.bfloat16, torch.float16), (1, 40, fused_quantized.MOST + 1)):
+    for dtype, rows in itertools.product((torch.bfloat16, torch.float16), (1, 3, 40, fused_quantized.MOST + 1)):
         inputs, outputs = (64, 17) if bench.tiny else (chance.choice([2048, 4096, 14336]), chance.randint(1, 6144))
         rounded = codes.quantize(torch.randn(outputs, inputs, device=bench.device) * inputs**-0.5, kind)
         if kind not in codes.FP4_BLOCKS:

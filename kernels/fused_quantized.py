@@ -4,9 +4,17 @@
 
 A program computes COLUMNS outputs of ROWS rows, a run of inputs at a time. Codes are multiplied without their scales, integers
 minus their zero point or small floats, which bfloat16 and float16 hold exactly; the sums of a block are scaled in float32. Blocks
-of 16 would be short products, so NVFP4's codes are scaled first, which is exact, too (`small_floats`). Up to MOST rows every
-program dequantizes its outputs' codes as it reads them; for more rows the whole weight is dequantized first, for torch's own
-product. That threshold is a guess: it was not measured yet.
+of 16 would be short products, so NVFP4's codes are scaled first, which is exact, too (`small_floats`). Up to FEW rows
+need no tensor cores (`fused_quantized_gemv`). Up to MOST rows every program dequantizes its outputs' codes as it reads them; for
+more rows the whole weight is dequantized first, for torch's own product. Measured on an H200, 2026-11-27, us for an 8 B model's
+queries, keys and values (6144 x 4096) with this kernel (bfloat16, by cuBLAS: 14.8 and 21); to dequantize first should take 46:
+
+                int4    int8    fp8     fp4     nvfp4
+    1 row       39.3    26.0    20.3    51.9    21.3
+    256 rows    82.8    89.9    84.5   146.9    52.9
+
+A program's steps follow one another, each a run, and take 0.4 to 0.8 us. So with few programs inputs are divided among several
+(split-K), whose sums a second launch adds.
 
 Two 4-bit codes share a byte, those of a run's first half with those of its second, so that each half is a product of its own and
 nothing has to be interleaved.
@@ -22,25 +30,32 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from . import fused_quantized_gemv
 from .codes import BITS, FP4_BLOCKS, MIDDLES, QuantizedWeight, factors_of
 from .compilation import VENDORS, Compilation
 from .dispatch import on_nvidia
 from .fused_skinny_gemm import INTERPRET, dot
 from .linear import Product
-from .small_floats import FP8_FACTOR, fp4_pair, fp4_to_float16, fp8_to_float16, scale_at, scaled_nvfp4, words
+from .small_floats import FP8_FACTOR, scale_at, scaled_nvfp4, words
+from .small_integers import code_values, pair
 
-MOST = 256  # rows
+FEW = 4  # most rows without tensor cores (`fused_quantized_gemv`), at most its SHAPES have
+MOST = 64  # most rows for this kernel, which reads every code once for each 64 of them
 TYPES = {torch.bfloat16, torch.float16}  # dtypes of rows that tensor cores support
 RUN = 128  # most inputs at a time; they share a scale, or are whole blocks of NVFP4
 LEAST_RUN = 32
 PROGRAMS = 128  # programs below which each gets fewer outputs, so that more processors have one
+# Parts that inputs are divided into (split-K), and from how many programs on there are enough, by the rows of a tile: registers let
+# a multiprocessor run some four of 16 rows at a time, two of 64. A part has at least SHORTEST runs. Estimates: none was measured.
+PARTS, ENOUGH, SHORTEST = (1, 2, 4, 8), {16: 512, 64: 256}, 4
+SUMMED = 512  # numbers of a program of `sum_kernel`
 UNPACKED = 32  # outputs of a program of `unpack_kernel`
 WARPS = 4
 
 
 @triton.jit(do_not_specialize=["rows"])
 def quantized_kernel(
-    out: tl.tensor,  # [rows, OUTPUTS], dense
+    out: tl.tensor,  # [rows, OUTPUTS], dense; with PARTS > 1 their sums, [PARTS, rows, OUTPUTS] float32
     x: tl.tensor,  # [rows, INPUTS]
     codes: tl.tensor,  # [OUTPUTS, INPUTS] bytes, or half as many
     scales: tl.tensor,  # [INPUTS / BLOCK, OUTPUTS] float32, for 4-bit floats bytes or `words`
@@ -62,10 +77,13 @@ def quantized_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """COLUMNS outputs of ROWS rows."""
+    """COLUMNS outputs of ROWS rows, over one part of the inputs."""
+    LENGTH: tl.constexpr = (INPUTS // RUN + PARTS - 1) // PARTS  # runs of a part
+    part_number = tl.program_id(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     asked, wanted = row < rows, output < OUTPUTS
@@ -73,7 +91,7 @@ def quantized_kernel(
     from_x = x + row.to(tl.int64)[:, None] * x_stride + place[None, :]
     from_codes = codes + output.to(tl.int64)[:, None] * (INPUTS // RUN * WIDTH) + place[None, :]
     result = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for run in tl.range(0, INPUTS // RUN, num_stages=STAGES):
+    for run in tl.range(part_number * LENGTH, tl.minimum((part_number + 1) * LENGTH, INPUTS // RUN), num_stages=STAGES):
         held = tl.load(from_codes + run * WIDTH, mask=wanted[:, None], other=0)
         block = run * RUN // BLOCK * OUTPUTS + output
         first = tl.load(from_x + run * RUN, mask=asked[:, None], other=0.0)
@@ -95,79 +113,27 @@ def quantized_kernel(
     if FACTORS:
         result *= tl.load(factors + output, mask=wanted, other=0.0)[None, :]
     if BIASED:
-        result += tl.load(bias + output, mask=wanted, other=0.0).to(tl.float32)[None, :]
-    to = out + row.to(tl.int64)[:, None] * OUTPUTS + output[None, :]
+        first_part = output + part_number * OUTPUTS < OUTPUTS  # the first part adds the bias
+        result += tl.load(bias + output, mask=first_part, other=0.0).to(tl.float32)[None, :]
+    to = out + (row + part_number * rows).to(tl.int64)[:, None] * OUTPUTS + output[None, :]
     tl.store(to, result.to(out.dtype.element_ty), mask=asked[:, None] & wanted[None, :])
+
+
+@triton.jit
+def sum_kernel(out: tl.tensor, sums: tl.tensor, numbers: tl.tensor, PARTS: tl.constexpr, SIZE: tl.constexpr) -> None:
+    """Adds PARTS sums, [PARTS, numbers], to `numbers` results."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    held = place < numbers
+    result = tl.zeros([SIZE], tl.float32)
+    for part in tl.static_range(PARTS):
+        result += tl.load(sums + part * numbers.to(tl.int64) + place, mask=held, other=0.0)
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=held)
 
 
 @triton.jit
 def zeros_at(place: tl.tensor, wanted: tl.tensor, ZEROS: tl.constexpr, MIDDLE: tl.constexpr) -> tl.tensor:
     """Zero points of some outputs: [outputs, 1]."""
     return (tl.load(place, mask=wanted, other=0).to(tl.int32) if ZEROS else tl.where(wanted, MIDDLE, 0))[:, None]
-
-
-@triton.jit
-def pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr, KIND: tl.constexpr, CUDA: tl.constexpr) -> tl.tensor:
-    """The numbers of bytes' low halves, and of their high halves (see `code_values`)."""
-    if not CUDA:
-        low, high = code_values(codes & 15, zero, KIND).to(dtype), code_values(codes >> 4, zero, KIND).to(dtype)
-    elif KIND == "fp4":
-        low, high = fp4_pair(codes, dtype)
-    else:
-        low, high = minus_zero_pair(codes, zero, dtype)
-    return low, high
-
-
-@triton.jit
-def code_values(codes: tl.tensor, zero: tl.tensor, KIND: tl.constexpr) -> tl.tensor:
-    """Codes as numbers, not scaled yet."""
-    return fp4_to_float16(codes) if KIND == "fp4" else fp8_to_float16(codes) if KIND == "fp8" else less(codes, zero)
-
-
-@triton.jit
-def less(codes: tl.tensor, zero: tl.tensor) -> tl.tensor:
-    """Codes minus their zero point, as float32: the interpreter can't convert integers to bfloat16."""
-    return (codes.to(tl.int32) - zero).to(tl.float32)
-
-
-def _in_pairs(base: int, one: int, kind: str) -> str:
-    """PTX that converts the halves of four bytes to 16-bit numbers, minus what $5 and $6 hold: $0, $1 of low halves, $2, $3 of high
-    ones.
-
-    base: a power of two, twice, in whose last bits codes of 1 to 15 fit, so that `or` makes a code a number beside it, without a
-    conversion: an integer at a time took seven instructions, and few rows waited for those instead of memory. one: 1.0, twice.
-    """
-    made = "".join(
-        f"""
-        prmt.b32 pair, $4, 0, {places};
-        and.b32 code, pair, 0x000F000F;
-        or.b32 code, code, {base:#x};
-        fma.rn.{kind} {low}, code, one, {less};
-        shr.u32 pair, pair, 4;
-        and.b32 code, pair, 0x000F000F;
-        or.b32 code, code, {base:#x};
-        fma.rn.{kind} {high}, code, one, {less};"""
-        for places, low, high, less in (("0x4140", "$0", "$2", "$5"), ("0x4342", "$1", "$3", "$6"))
-    )
-    return f"""{{
-        .reg .b32 pair, code, one;
-        mov.b32 one, {one:#x};{made}
-    }}"""
-
-
-IN_BFLOAT16 = tl.constexpr(_in_pairs(0x43004300, 0x3F803F80, "bf16x2"))  # added to 128
-IN_FLOAT16 = tl.constexpr(_in_pairs(0x64006400, 0x3C003C00, "f16x2"))  # added to 1024
-
-
-@triton.jit
-def minus_zero_pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Numbers of bytes' low halves and of their high halves, minus the zero point, [outputs, 1]. For NVIDIA."""
-    BASE: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
-    ASM: tl.constexpr = IN_BFLOAT16 if dtype == tl.bfloat16 else IN_FLOAT16
-    off = (-BASE - zero).to(tl.float32).to(dtype).to(tl.int16, bitcast=True)
-    off = tl.broadcast_to(off, codes.shape)
-    low, high = tl.inline_asm_elementwise(ASM, "=&r,=&r,=&r,=&r,r,r,r", [codes, off], (tl.int16, tl.int16), is_pure=True, pack=4)
-    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -239,13 +205,17 @@ def by_triton(
         rows = len(x)
         if rows > MOST and not invariant:
             return functional.linear(x, unpacked(), bias)
+        if 0 < rows <= FEW and not invariant:
+            return fused_quantized_gemv.product(x, held, scales, zeros, factors, bias, constants)
         assert x.stride(1) == 1
         out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
         tile = _tile(MOST if invariant else rows, outputs, codes.kind, torch.version.hip is not None)
         if rows:
             grid = triton.cdiv(outputs, tile["COLUMNS"]), triton.cdiv(rows, tile["ROWS"])
-            quantized_kernel[grid](
-                out,
+            parts = 1 if invariant else _parts(grid[0] * grid[1], tile["ROWS"], inputs // run)
+            sums = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device) if parts > 1 else out
+            quantized_kernel[*grid, parts](
+                sums,
                 x,
                 held,
                 scales,
@@ -258,12 +228,15 @@ def by_triton(
                 OUTPUTS=outputs,
                 BIASED=bias is not None,
                 **tile,
+                PARTS=parts,
                 WIDEN=INTERPRET,
                 CUDA=on_nvidia(x.device),
                 num_warps=WARPS,
                 num_stages=tile["STAGES"],
                 enable_fp_fusion=True,
             )
+            if parts > 1:
+                sum_kernel[(triton.cdiv(out.numel(), SUMMED),)](out, sums, out.numel(), PARTS=parts, SIZE=SUMMED, num_warps=WARPS)
         return out
 
     return product, (held, scales, zeros, factors, bias)
@@ -331,6 +304,12 @@ def _tile(rows: int, outputs: int, kind: str, amd: bool) -> dict[str, int]:
     return {"ROWS": high, "COLUMNS": wide, "STAGES": 2 if amd else 4 if high == 16 else 3}
 
 
+def _parts(programs: int, high: int, runs: int) -> int:
+    """The number of parts that inputs are divided into, for so many programs for each part, of `high` rows."""
+    possible = [parts for parts in PARTS if runs >= parts * SHORTEST]
+    return next((parts for parts in possible if programs * parts >= ENOUGH[high]), possible[-1] if possible else 1)
+
+
 def compilations() -> list[Compilation]:
     """Matrices of an 8 B model, for one row and for many, in the formats of checkpoints."""
     cases = {  # kind, block, zeros, inputs, outputs, type of rows
@@ -344,7 +323,17 @@ def compilations() -> list[Compilation]:
         "nvfp4": ("nvfp4", 16, False, 4096, 6144, "bf16"),
         "nvfp4, short runs": ("nvfp4", 16, False, 2720, 1000, "fp16"),
     }
-    found = []
+    found = [
+        Compilation(
+            kernel=sum_kernel,
+            name=f"sum of parts {kindred}".rstrip(),
+            types={"out": "*bf16", "sums": "*fp32", "numbers": "i32:16"},
+            constants={"PARTS": 4, "SIZE": SUMMED},
+            warps=WARPS,
+            targets=targets,
+        )
+        for kindred, targets in VENDORS.items()
+    ]
     for (name, (kind, block, zeros, inputs, outputs, dtype)), (kindred, targets) in itertools.product(
         cases.items(), VENDORS.items()
     ):
@@ -362,15 +351,29 @@ def compilations() -> list[Compilation]:
                 targets=targets,
             )
         )
+        pointers |= {"x": f"*{dtype}", "bias": f"*{dtype}"}
+        found += [
+            fused_quantized_gemv.compilation(f"{name} {rows} {kindred}".rstrip(), rows, outputs, zeros, meant_by, pointers, kindred)
+            for rows in fused_quantized_gemv.SHAPES
+        ]
         for rows in (1, MOST):
             tile = _tile(rows, outputs, kind, kindred == "amd")
-            constants = {**meant_by, "OUTPUTS": outputs, "BIASED": zeros, **tile, "WIDEN": False, "CUDA": kindred != "amd"}
+            parts = _parts(triton.cdiv(outputs, tile["COLUMNS"]), tile["ROWS"], inputs // run)
+            constants = {
+                **meant_by,
+                "OUTPUTS": outputs,
+                "BIASED": zeros,
+                **tile,
+                "PARTS": parts,
+                "WIDEN": False,
+                "CUDA": kindred != "amd",
+            }
             numbers = {"rows": "i32", "x_stride": "i32:16"}
             found.append(
                 Compilation(
                     kernel=quantized_kernel,
                     name=f"quantized {name} {rows} {kindred}".rstrip(),
-                    types=pointers | {"x": f"*{dtype}", "bias": f"*{dtype}"} | numbers,
+                    types=pointers | numbers | ({"out": "*fp32"} if parts > 1 else {}),
                     constants=dict(constants),
                     warps=WARPS,
                     stages=tile["STAGES"],

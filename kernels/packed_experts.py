@@ -24,7 +24,6 @@ from .fused_quantized import (
     LEAST_RUN,
     RUN,
     TYPES,
-    code_values,
     format_constants,
     paired,
     read_factors,
@@ -36,6 +35,7 @@ from .fused_quantized import (
 from .fused_skinny_gemm import INTERPRET, dot
 from .reference import PLAIN, Activation
 from .small_floats import fp4_pair, scale_at, scaled_nvfp4
+from .small_integers import code_values
 
 WARPS = 4
 

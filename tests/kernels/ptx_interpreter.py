@@ -21,9 +21,9 @@ def unpack_all_byte_pairs(code: str, operands: Sequence[int], dtype: torch.dtype
     return (low.contiguous(), high.contiguous()), torch.from_numpy(word.view(numpy.uint8).reshape(-1, 4).copy()).int()
 
 
-def execute(code: str, inputs: Sequence[Words]) -> list[Words]:
-    """Returns the registers $0 to $3. inputs: $4 and so on."""
-    registers: dict[str, Words] = {f"${i}": words for i, words in enumerate(inputs, 4)}
+def execute(code: str, inputs: Sequence[Words], outputs: int = 4) -> list[Words]:
+    """Returns the registers $0 and so on, which are `outputs`. inputs: those behind."""
+    registers: dict[str, Words] = {f"${i}": words for i, words in enumerate(inputs, outputs)}
     for line in code.replace("{", "").replace("}", "").split(";"):
         operation, _, rest = line.strip().partition(" ")
         if operation in ("", ".reg"):
@@ -31,7 +31,7 @@ def execute(code: str, inputs: Sequence[Words]) -> list[Words]:
         target, *names = (name.strip() for name in rest.split(","))
         operands = [registers[name] if name in registers else numpy.uint32(int(name, 0)) for name in names]
         registers[target] = OPERATIONS[operation](*operands)
-    return [registers[f"${i}"] for i in range(4)]
+    return [registers[f"${i}"] for i in range(outputs)]
 
 
 def permute_bytes(low: Any, high: Any, selectors: Any) -> Any:
@@ -57,12 +57,23 @@ def fused_multiply_add(dtype: torch.dtype, left: Words, right: Words, addend: Wo
     return (a * b + c).to(dtype).view(torch.int16).numpy().view(numpy.uint32).reshape(shape)
 
 
+def look_up_bits(first: Words, second: Words, third: Words, table: Words) -> Words:
+    """lop3.b32: each bit of the result is the table's at the place that the operands' bits make, the first of them its highest."""
+    result = numpy.uint32(0)
+    for place in range(8):
+        if table >> numpy.uint32(place) & numpy.uint32(1):
+            chosen = [word if place >> bit & 1 else ~word for bit, word in ((2, first), (1, second), (0, third))]
+            result = result | (chosen[0] & chosen[1] & chosen[2])
+    return result
+
+
 OPERATIONS = {
     "mov.b32": lambda word: word,
     "shl.b32": numpy.left_shift,
     "shr.u32": numpy.right_shift,
     "and.b32": numpy.bitwise_and,
     "or.b32": numpy.bitwise_or,
+    "lop3.b32": look_up_bits,
     "prmt.b32": permute_bytes,
     "fma.rn.bf16x2": partial(fused_multiply_add, torch.bfloat16),
     "fma.rn.f16x2": partial(fused_multiply_add, torch.float16),

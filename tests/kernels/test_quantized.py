@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -16,14 +17,14 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from penstock.kernels import dispatch, fused_quantized, packed_experts, small_floats
+from penstock.kernels import dispatch, fused_quantized, fused_quantized_gemv, packed_experts, small_floats, small_integers
 from penstock.kernels.codes import BITS, QuantizedWeight, alike, dequantized, joined, quantize
-from penstock.kernels.fused_quantized import MOST
+from penstock.kernels.fused_quantized import FEW, MOST
 from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.quantized import Quantized, lay_out
 
 from .low_precision_floats import FP4_VALUES, interpreted_fp4_pair, random_fp8
-from .ptx_interpreter import unpack_all_byte_pairs
+from .ptx_interpreter import execute, unpack_all_byte_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Relative to the largest result. Codes are exact in both types, so only results are rounded, and on a CPU scales to bfloat16.
@@ -176,7 +177,7 @@ def test_invariant_quantized_products_are_bit_identical_for_any_subset_of_rows(r
     codes, x = random_weight(kind, 48, 128, 64, False), torch.randn(MOST + 20, 128, device=DEVICE).to(dtype)
     product = laid_out_by(route, codes, None, dtype, Invariance.INVARIANT)
     whole = product(x)
-    for first, count in ((0, 1), (7, 2), (100, 16), (9, 40), (20, MOST)):
+    for first, count in ((0, 1), (7, 2), (60, 16), (9, 40), (20, MOST)):
         assert product(x[first : first + count].clone()).equal(whole[first : first + count])
 
 
@@ -242,7 +243,7 @@ def test_products_of_act_ordered_weights_match_float64(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("zero", [0, 8, 15])
 def test_ptx_converts_pairs_of_4_bit_integer_codes(zero: int, dtype: torch.dtype) -> None:
-    base, code = (128, fused_quantized.IN_BFLOAT16) if dtype == torch.bfloat16 else (1024, fused_quantized.IN_FLOAT16)
+    base, code = (128, small_integers.IN_BFLOAT16) if dtype == torch.bfloat16 else (1024, small_integers.IN_FLOAT16)
     offset = torch.tensor([-base - zero] * 2).to(dtype).view(torch.int32).item()
     found, code_bytes = unpack_all_byte_pairs(code.value, [int(offset) & 0xFFFFFFFF] * 2, dtype)
     assert found[0].int().equal((code_bytes & 15) - zero)
@@ -251,15 +252,15 @@ def test_ptx_converts_pairs_of_4_bit_integer_codes(zero: int, dtype: torch.dtype
 
 @triton.jit
 def interpreted_minus_zero_pair(codes: tl.tensor, zero: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Replaces `fused_quantized.minus_zero_pair`, whose inline PTX the interpreter cannot execute."""
-    return fused_quantized.less(codes & 15, zero).to(dtype), fused_quantized.less(codes >> 4, zero).to(dtype)
+    """Replaces `small_integers.minus_zero_pair`, whose inline PTX the interpreter cannot execute."""
+    return small_integers.less(codes & 15, zero).to(dtype), small_integers.less(codes >> 4, zero).to(dtype)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU all products use the pairs")
 @pytest.mark.parametrize("zeros", [False, True])
 def test_products_with_the_nvidia_path_of_4_bit_integers_match_float64(zeros: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_quantized, "on_nvidia", lambda device: True)
-    monkeypatch.setattr(fused_quantized, "minus_zero_pair", interpreted_minus_zero_pair)
+    monkeypatch.setattr(small_integers, "minus_zero_pair", interpreted_minus_zero_pair)
     codes, x = random_weight("int4", 48, 256, 64, zeros), torch.randn(20, 256).bfloat16()
     expected = x.double() @ dequantized(codes, torch.float64).T
     found = laid_out_by("triton", codes, None, torch.bfloat16)(x)
@@ -271,12 +272,98 @@ def test_products_with_the_nvidia_path_of_4_bit_integers_match_float64(zeros: bo
 def test_products_with_the_nvidia_path_of_fp4_match_float64(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float16: the interpreter supports no products of bfloat16."""
     monkeypatch.setattr(fused_quantized, "on_nvidia", lambda device: True)
-    for module in (fused_quantized, small_floats):
+    for module in (small_integers, small_floats):
         monkeypatch.setattr(module, "fp4_pair", interpreted_fp4_pair)
     codes, x = random_weight(kind, 48, 192, 32), torch.randn(20, 192).half()
     expected = x.double() @ dequantized(codes, torch.float64).T
     found = laid_out_by("triton", codes, None, torch.float16)(x)
     assert (found.double() - expected).abs().max() <= TOLERANCES[torch.float16] * expected.abs().max()
+
+
+def test_ptx_moves_pairs_of_4_bit_floats_into_float16() -> None:
+    found, code_bytes = unpack_all_byte_pairs(small_floats.FP4_IN_FLOAT16.value, [], torch.float16)
+    for values, codes in zip(found, (code_bytes & 15, code_bytes >> 4), strict=True):
+        assert (values.float() * 2.0**14).equal(torch.tensor(FP4_VALUES)[codes])
+
+
+def test_ptx_converts_8_bit_floats_to_float16() -> None:
+    words = numpy.arange(1 << 16, dtype=numpy.uint32)
+    words |= words[::-1] << numpy.uint32(16)
+    found = torch.from_numpy(numpy.stack(execute(small_floats.FP8_IN_FLOAT16.value, [words], 2), 1).view(numpy.int16))
+    codes = torch.from_numpy(words.view(numpy.uint8).copy())
+    expected, values = codes.view(torch.float8_e4m3fn).float(), found.view(torch.float16).flatten().float() * 256
+    assert values[codes & 127 != 127].equal(expected[codes & 127 != 127])
+
+
+@triton.jit
+def interpreted_fp4_pair_to_float16(codes: tl.tensor) -> tl.tensor:
+    """Replaces `small_floats.fp4_pair_to_float16`, whose inline PTX the interpreter cannot execute."""
+    return small_floats.fp4_to_float16(codes & 15), small_floats.fp4_to_float16(codes >> 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU all products of few rows use it")
+@pytest.mark.parametrize("kind", BITS)
+def test_products_of_few_rows_with_the_nvidia_path_match_float64(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_quantized_gemv, "on_nvidia", lambda device: True)
+    monkeypatch.setattr(small_integers, "minus_zero_pair", interpreted_minus_zero_pair)
+    monkeypatch.setattr(fused_quantized_gemv, "fp4_pair_to_float16", interpreted_fp4_pair_to_float16)
+    monkeypatch.setattr(fused_quantized_gemv, "fp8_pair", small_floats.fp8_to_float16)
+    check_few_rows(kind, 14, 192, 64, kind.startswith("int"), torch.bfloat16)
+
+
+def check_few_rows(kind: str, outputs: int, inputs: int, group: int, zeros: bool, dtype: torch.dtype) -> None:
+    """Compares products of 1 to FEW rows with float64; rows whose numbers are not beside the last row's, and a bias."""
+    codes, bias = random_weight(kind, outputs, inputs, group, zeros), torch.randn(outputs, device=DEVICE).to(dtype)
+    product = laid_out_by("triton", codes, bias, dtype)
+    for rows in range(1, FEW + 1):
+        x = torch.randn(rows, inputs + 16, device=DEVICE).to(dtype)[:, :inputs]
+        expected = x.double() @ dequantized(codes, torch.float64).T + bias.double()
+        assert (product(x).double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", BITS)
+def test_products_of_few_rows_match_float64(
+    kind: str, dtype: torch.dtype, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs shorter than a tile, several tiles long, whole and not, with one scale each and with many."""
+    monkeypatch.setattr(fused_quantized.torch, "empty", nan_tensor)
+    monkeypatch.setattr(fused_quantized_gemv, "SHAPES", dict.fromkeys((1, 2, 4), fused_quantized_gemv.Shape(4, 64, 4, 1)))
+    for inputs in (32, 160, 256, 512):
+        group = rng.choice([size for size in (32, 64, 96, 128, 256, 512) if inputs % size == 0])
+        check_few_rows(kind, rng.choice([1, 8, 14, 33]), inputs, group, rng.random() < 0.5 and kind not in FLOATS, dtype)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("kind", BITS)
+def test_products_whose_inputs_are_divided_match_float64(kind: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last part is shorter, or has nothing."""
+    monkeypatch.setattr(fused_quantized.torch, "empty", nan_tensor)
+    monkeypatch.setattr(fused_quantized, "FEW", 0)
+    monkeypatch.setattr(fused_quantized, "PARTS", (parts,))
+    monkeypatch.setattr(fused_quantized, "SHORTEST", 1)
+    for inputs in (parts * 128, 320):
+        codes, bias = random_weight(kind, 33, inputs, 64), torch.randn(33, device=DEVICE).half()
+        product = laid_out_by("triton", codes, bias, torch.float16)
+        for rows in (1, 7, 20):
+            x = torch.randn(rows, inputs, device=DEVICE).half()
+            expected = x.double() @ dequantized(codes, torch.float64).T + bias.double()
+            assert (product(x).double() - expected).abs().max() <= TOLERANCES[torch.float16] * expected.abs().max()
+
+
+@pytest.mark.parametrize(("kind", "fault"), [("nvfp4", "scales"), ("int8", "scales"), ("int4", "places"), ("fp8", "factor")])
+def test_check_of_few_rows_detects_planted_faults(kind: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of the outputs beside, inputs of the other half of a run, 8-bit floats twice as large."""
+    product = fused_quantized_gemv.product
+
+    def faulty(x: Tensor, codes: Tensor, scales: Tensor, *others: Any) -> Tensor:
+        if fault == "places":
+            return product(x.roll(32, 1), codes, scales, *others)
+        return product(x, codes, scales.roll(1, 1) if fault == "scales" else scales * 2, *others)
+
+    monkeypatch.setattr(fused_quantized_gemv, "product", faulty)
+    with pytest.raises(AssertionError):
+        check_few_rows(kind, 14, 256, 64, False, torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
