@@ -16,7 +16,7 @@ import triton.language as tl
 
 from penstock.kernels import dispatch, fused_noise, fused_penalties, fused_sampling, logarithm, noise
 from penstock.kernels.dispatch import on_nvidia
-from penstock.kernels.fused_penalties import penalize_, restore_
+from penstock.kernels.fused_penalties import mark
 from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
 from penstock.shard.decoding.sampler import Row, pick
@@ -34,6 +34,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_sampling, "CAPACITY", 64)
     monkeypatch.setattr(fused_sampling, "WANTED", 16)
     monkeypatch.setattr(fused_sampling, "AT_ONCE", 64)
+    monkeypatch.setattr(fused_sampling, "FEW", 32)
 
 
 @triton.jit
@@ -251,13 +252,32 @@ def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penaltie
     )
 
 
-def test_penalties_are_applied_in_place_and_restored_exactly(rng: random.Random) -> None:
+def penalized(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Logits with those that Triton's penalties change. Checks that these leave nothing behind."""
+    rows, vocabulary = logits.shape
+    changes = mark(penalties, rows, vocabulary)
+    ids = torch.arange(vocabulary, device=DEVICE)
+    marked = (changes.marks[: rows * changes.words].view(rows, -1)[:, ids // 32] >> (ids % 32).int()) & 1 != 0
+    named = torch.zeros_like(marked)
+    named[penalties.rows, penalties.ids] = named[penalties.bias_rows, penalties.bias_ids] = True
+    assert marked.equal(named)
+    maxima = torch.full((rows, -(-vocabulary // 32) + 1), -torch.inf, device=DEVICE)
+    changes.apply(logits, None, maxima)
+    changed = changes.tallies[: rows * vocabulary].view(torch.float32).view(rows, vocabulary).clone()
+    padded = torch.full((rows, maxima.shape[1] * 32), -torch.inf, device=DEVICE)
+    padded[:, :vocabulary] = changed.masked_fill(~named, -torch.inf)
+    assert maxima.equal(padded.view(rows, -1, 32).amax(-1))
+    changes.clear(vocabulary)
+    for buffers in (fused_penalties._tallies, fused_penalties._marks, fused_penalties._biases):
+        assert not any(buffer.any() for buffer in buffers.values())
+    return torch.where(named, changed, logits)
+
+
+def test_penalties_match_the_reference_and_leave_nothing_behind(rng: random.Random) -> None:
     logits = torch.randn(4, 50, device=DEVICE)
     before, penalties = logits.clone(), random_penalties(4, 50, rng)
-    saved = penalize_(logits, penalties)
-    torch.testing.assert_close(logits, penalize(before, penalties), rtol=1e-6, atol=2e-6)
-    assert not any(tallies.any() for tallies in fused_penalties._tallies.values())
-    restore_(logits, penalties, saved)
+    found = penalized(logits, penalties)
+    torch.testing.assert_close(found, penalize(before, penalties), rtol=1e-6, atol=2e-6)
     assert logits.equal(before)
 
 
@@ -273,10 +293,8 @@ def test_failed_penalty_launch_leaves_no_counts_behind(rng: random.Random, monke
     with monkeypatch.context() as patch:
         patch.setattr(fused_penalties, "penalize_kernel", OutOfMemoryKernel())
         with pytest.raises(RuntimeError, match="out of memory"):
-            penalize_(logits, first)
-    expected = logits.clone()
-    penalize_(logits, penalties)
-    torch.testing.assert_close(logits, penalize(expected, penalties), rtol=1e-6, atol=2e-6)
+            penalized(logits, first)
+    torch.testing.assert_close(penalized(logits, penalties), penalize(logits, penalties), rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [40, 203])
@@ -289,8 +307,7 @@ def test_penalties_with_grammar_masks_choose_the_reference_tokens(vocabulary: in
     before = logits.clone()
     ids = torch.arange(vocabulary, device=DEVICE)
     forbidden = (words[:, ids // 32] >> (ids % 32).int()) & 1 == 0
-    allowed = before.clone()
-    penalize_(allowed, penalties)
+    allowed = penalized(logits, penalties)
     found = sample(logits, parameters, penalties, words)
     check_against_reference(found, before, allowed.masked_fill(forbidden, -torch.inf), parameters)
     assert logits.equal(before)
