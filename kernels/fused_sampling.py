@@ -22,14 +22,17 @@ gathered, out of the few buckets that have any, and filters and draw go on among
 that a filter may keep is among them, so a row is never wrong, but may be slow. Few candidates are each compared with each other,
 which takes no more steps than a search for a threshold takes barriers.
 
-A row whose filters keep more finds its threshold by bisection over the bits of a float, each step a pass over the row, and is drawn
-in one more pass over all tokens, as rows without filters are (`draw`). Exact noise takes 150 instructions, so there all tokens get
-noise that is off by a known bound, and only those that may be the largest are compared exactly (`settle`).
+A row whose top-p keeps more is narrowed down by all programs together: two passes sum the mass above 16 numbers each (`narrow`),
+a third one lists the tokens that are left between two of them (`list_between`), and `finish` finds the threshold among these. A row
+with a large top-k, or with too many tokens in between, finds it by bisection over the bits of a float, each step a pass over the
+row. Such rows are drawn in one more pass over all tokens, as rows without filters are (`draw`). Exact noise takes 150 instructions,
+so there all tokens get noise that is off by a known bound, and only those that may be the largest are compared exactly (`settle`).
 
 Logits that penalties change stand beside the others (`fused_penalties`): the survey leaves them out, and they raise the buckets'
 maxima afterwards.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +56,16 @@ SURVEY_WARPS = 8
 FILTER_WARPS = 8
 DRAW_WARPS = 8
 LOWEST = tl.constexpr(-0x80000000)
+PIVOTS = tl.constexpr(16)  # numbers that `narrow` compares each logit with
+SLOTS = tl.constexpr(128)  # most tokens that are listed for a part
+ROUNDS = 2  # of `narrow`
+PARTS_AT_ONCE = 4  # parts of a program of `narrow` and `list_between`: most have nothing to do
 VAGUE = tl.constexpr(1 << 30)  # more than there are tokens
 SCANNED = tl.constexpr(128)  # tokens that `settle` compares at once
 # Arguments with one number per row or program: their alignment depends on the number of rows, and doesn't matter.
 PER_ROW = [
     "temperature", "top_k", "top_p", "floors", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
-    "noisiest", "ids", "sums",
+    "noisiest", "ids", "sums", "lows", "highs", "targets",
 ]  # fmt: skip
 
 
@@ -438,6 +445,9 @@ def filter_kernel(
     bests: tl.tensor,  # [rows] float32, out: the largest logit
     limits: tl.tensor,  # [rows] float32, out: the lowest logit that stays
     finals: tl.tensor,  # [rows] float32, out: the token's log-probability
+    lows: tl.tensor,  # [rows] float32, out: what is not above the limit, if `narrow` is to find it
+    highs: tl.tensor,  # [rows] float32, out: what is above the limit
+    targets: tl.tensor,  # [rows] float32, out: the mass of what is not below the limit; 0: not to be found
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mark_stride: tl.tensor,
@@ -468,6 +478,7 @@ def filter_kernel(
     tl.store(bests + row, best)
     tl.store(limits + row, float("-inf"))
     tl.store(tokens + row, -1)
+    tl.store(targets + row, 0.0)
     if heat == 0.0:
         chosen = _largest(logits, changes, marks, mask, largest, best, buckets, vocabulary, MARKED, MASKED, BUCKETS)
         tl.store(tokens + row, chosen.to(tl.int64))
@@ -510,9 +521,188 @@ def filter_kernel(
         if enough:
             tl.store(tokens + row, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
             tl.store(finals + row, final)
+        elif wanted_parts > 0:
+            # All tokens below `low` together have less than the mass that top-p leaves out; those above `pivot` have too little.
+            low = tl.log((1.0 - p) * total / vocabulary) - 0.01
+            tl.store(lows + row, best + tl.minimum(low, 0.0) * heat - 1e-6 * tl.abs(best))
+            tl.store(highs + row, tl.where(count <= CAP, pivot, _value(_key(best) + 1)))
+            tl.store(targets + row, p * total)
         else:
             least = _far_limit(logits, changes, marks, mask, best, heat, k, p, vocabulary, MARKED, MASKED, 2 * BLOCK)
             tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, _key(floor))))
+
+
+@triton.jit
+def _between(low, high, i):  # type: ignore[no-untyped-def]
+    """The i-th of PIVOTS numbers from `low` on, in equal distances; the last one is before `high`."""
+    return tl.where(i == 0, low, tl.where(i == PIVOTS, high, low + (high - low) * (i.to(tl.float32) / PIVOTS)))
+
+
+@triton.jit
+def _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers between which a row's limit is after some rounds of `narrow`. The lower one is -inf if all tokens stay."""
+    low, high, target = tl.load(lows + row), tl.load(highs + row), tl.load(targets + row)
+    part, pivot = tl.arange(0, PARTS), tl.arange(0, PIVOTS)
+    for i in range(rounds):
+        place = ((i * tl.num_programs(0) + row) * parts + part[:, None]) * PIVOTS + pivot[None, :]
+        masses = tl.sum(tl.load(sums + place, mask=part[:, None] < parts, other=0.0), 0)
+        found = tl.max(tl.where(masses >= target, pivot, -1), 0)
+        below, above = _between(low, high, tl.maximum(found, 0)), _between(low, high, tl.maximum(found, 0) + 1)
+        low, high = tl.where(found < 0, float("-inf"), below), tl.where(found < 0, low, above)
+        rounds = tl.where(found < 0, 0, rounds)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["parts", "rounds"], do_not_specialize_on_alignment=PER_ROW)
+def narrow_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
+    mask: tl.tensor,
+    temperature: tl.tensor,
+    bests: tl.tensor,
+    lows: tl.tensor,  # [rows] float32, from `filter_kernel`
+    highs: tl.tensor,
+    targets: tl.tensor,
+    sums: tl.tensor,  # [rounds, rows, parts, PIVOTS] float32, out: mass that is not below each of PIVOTS numbers
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mark_stride: tl.tensor,
+    mask_stride: tl.tensor,
+    parts: tl.tensor,
+    rounds: tl.tensor,  # before this one
+    MARKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    OWN: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """One round for OWN parts of one row, if its limit is to be found."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(targets + row) > 0.0:
+        low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
+        best, heat = tl.load(bests + row), tl.load(temperature + row)
+        pivot = tl.arange(0, PIVOTS)
+        pivots = _between(low, high, pivot)
+        logits += row * stride
+        changes += row * vocabulary
+        marks += row * mark_stride
+        mask += row * mask_stride
+        sums += (rounds * tl.num_programs(0) + row) * parts * PIVOTS
+        for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
+            column = part * SIZE + tl.arange(0, SIZE)
+            values = _values(logits, changes, marks, mask, column, column < vocabulary, MARKED, MASKED)
+            masses = nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
+            above = tl.where(values[None, :] >= pivots[:, None], masses[None, :], 0.0)
+            tl.store(sums + part * PIVOTS + pivot, tl.sum(above, 1))
+
+
+@triton.jit(do_not_specialize=["parts", "rounds"], do_not_specialize_on_alignment=PER_ROW)
+def list_between_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
+    mask: tl.tensor,
+    temperature: tl.tensor,
+    bests: tl.tensor,
+    lows: tl.tensor,
+    highs: tl.tensor,
+    targets: tl.tensor,
+    sums: tl.tensor,  # [rounds, rows, parts, PIVOTS] float32, from `narrow_kernel`
+    found: tl.tensor,  # [rows, parts, SLOTS] float32, out: logits between the numbers that rounds have found
+    counts: tl.tensor,  # [rows, parts] int32, out: how many
+    higher: tl.tensor,  # [rows, parts] float32, out: mass of those above
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mark_stride: tl.tensor,
+    mask_stride: tl.tensor,
+    parts: tl.tensor,
+    rounds: tl.tensor,
+    MARKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    OWN: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """Lists what is left of OWN parts of one row, if its limit is to be found."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(targets + row) > 0.0:
+        low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
+        best, heat = tl.load(bests + row), tl.load(temperature + row)
+        logits += row * stride
+        changes += row * vocabulary
+        marks += row * mark_stride
+        mask += row * mask_stride
+        for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
+            column = part * SIZE + tl.arange(0, SIZE)
+            values = _values(logits, changes, marks, mask, column, column < vocabulary, MARKED, MASKED)
+            masses = nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
+            taken = (values >= low) & (values < high) & (values > float("-inf"))
+            number = taken.to(tl.int32)
+            to, place = tl.cumsum(number, 0) - number, row * parts + part
+            tl.store(found + place * SLOTS + to, values, mask=taken & (to < SLOTS))
+            tl.store(counts + place, tl.sum(number, 0))
+            tl.store(higher + place, tl.sum(tl.where(values >= high, masses, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["parts", "rounds"], do_not_specialize_on_alignment=PER_ROW)
+def finish_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
+    mask: tl.tensor,
+    temperature: tl.tensor,
+    top_p: tl.tensor,
+    floors: tl.tensor,
+    bests: tl.tensor,
+    lows: tl.tensor,
+    highs: tl.tensor,
+    targets: tl.tensor,
+    sums: tl.tensor,
+    found: tl.tensor,  # [rows, parts, SLOTS] float32, from `list_between_kernel`
+    counts: tl.tensor,  # [rows, parts] int32
+    higher: tl.tensor,  # [rows, parts] float32
+    limits: tl.tensor,  # [rows] float32, out
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mark_stride: tl.tensor,
+    mask_stride: tl.tensor,
+    parts: tl.tensor,
+    rounds: tl.tensor,
+    MARKED: tl.constexpr,
+    MASKED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """Finds a row's limit among what is listed, if it is to be found."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    if target > 0.0:
+        best, heat, floor = tl.load(bests + row), tl.load(temperature + row), tl.load(floors + row)
+        low, _ = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
+        part = tl.arange(0, PARTS)
+        numbers = tl.load(counts + row * parts + part, mask=part < parts, other=0)
+        least = tl.full((), LOWEST, tl.int32)
+        if tl.max(numbers, 0) > SLOTS:
+            p, k = tl.load(top_p + row), tl.zeros((), tl.int64)
+            logits += row * stride
+            changes += row * vocabulary
+            marks += row * mark_stride
+            mask += row * mask_stride
+            least = _far_limit(logits, changes, marks, mask, best, heat, k, p, vocabulary, MARKED, MASKED, BLOCK)
+        elif low > float("-inf"):
+            above = tl.sum(tl.load(higher + row * parts + part, mask=part < parts, other=0.0), 0)
+            slot = tl.arange(0, PARTS * SLOTS)
+            inside = slot // SLOTS < parts
+            full = slot % SLOTS < tl.load(counts + row * parts + slot // SLOTS, mask=inside, other=0)
+            scores = tl.div_rn(tl.load(found + row * parts * SLOTS + slot, mask=full, other=float("-inf")) - best, heat)
+            masses = tl.where(full, tl.exp(scores), 0.0)
+            least = _key(tl.min(tl.where(full, scores, 0.0), 0))
+            least = tl.maximum(least, _threshold(_key(scores), masses, target - above))
+        tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, _key(floor))))
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW)
@@ -719,15 +909,18 @@ def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bo
     gathered, gathered_masses = torch.empty(2, rows, CAPACITY, device=device).unbind()
     gathered_ids = torch.empty(rows, CAPACITY, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    bests, limits, finals = torch.empty(3, rows, device=device).unbind()
+    bests, limits, finals, *bracket = torch.empty(6, rows, device=device).unbind()
+    floors = draws.min_p.log()
     keys = (draws.seeds, draws.choices, draws.positions)
     filter_kernel[(rows,)](
-        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, draws.min_p.log(), *keys, peaks, masses, listed,
-        gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, vocabulary, *given.strides, maxima.shape[1],
+        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed,
+        gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides, maxima.shape[1],
         parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
         PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
         CUDA=on_nvidia(device), num_warps=FILTER_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
+    if weighed:
+        _narrow(given, draws, floors, bests, bracket, limits)
     noisiest, sums = torch.empty(2, rows, parts, device=device).unbind()
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
     draw_kernel[(rows, parts)](
@@ -737,13 +930,39 @@ def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bo
     return tokens, finals, bests, limits, noisiest, ids, sums
 
 
+def _narrow(given: _Given, draws: Draws, floors: Tensor, bests: Tensor, bracket: Sequence[Tensor], limits: Tensor) -> None:
+    """Finds the `limits` of rows that `filter` has left to this, with what it knows in `bracket`."""
+    (rows, vocabulary), device = given.logits.shape, given.logits.device
+    parts = triton.cdiv(vocabulary, SPLIT)
+    sums = torch.empty(ROUNDS, rows, parts, PIVOTS.value, device=device)
+    found, higher = torch.empty(rows, parts, SLOTS.value, device=device), torch.empty(rows, parts, device=device)
+    counts = torch.empty(rows, parts, dtype=torch.int32, device=device)
+    known = (*given.tensors, draws.temperature, bests, *bracket, sums)
+    constants = {**given.constants, "PARTS": triton.next_power_of_2(parts), "CUDA": on_nvidia(device)}
+    grid = rows, triton.cdiv(parts, PARTS_AT_ONCE)
+    for i in range(ROUNDS):
+        narrow_kernel[grid](
+            *known, vocabulary, *given.strides, parts, i, **constants, SIZE=SPLIT, OWN=PARTS_AT_ONCE, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    list_between_kernel[grid](
+        *known, found, counts, higher, vocabulary, *given.strides, parts, ROUNDS, **constants, SIZE=SPLIT, OWN=PARTS_AT_ONCE,
+        num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    finish_kernel[(rows,)](
+        *given.tensors, draws.temperature, draws.top_p, floors, bests, *bracket, sums, found, counts, higher, limits, vocabulary,
+        *given.strides, parts, ROUNDS, **constants, BLOCK=2 * AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 _TYPES = {
     "logits": "*fp32", "changes": "*i32", "marks": "*i32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32",
     "vocabulary": "i32:16", "stride": "i32:16", "mark_stride": "i32", "mask_stride": "i32", "temperature": "*fp32",
     "top_k": "*i64", "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
     "gathered": "*fp32", "gathered_masses": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32",
     "limits": "*fp32", "finals": "*fp32", "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "ids": "*i32",
-    "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
+    "lows": "*fp32", "highs": "*fp32", "targets": "*fp32",
+    "found": "*fp32", "counts": "*i32", "higher": "*fp32", "rounds": "i32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
 }  # fmt: skip
 
 
@@ -752,6 +971,7 @@ def compilations() -> list[Compilation]:
     given = {"MARKED": True, "MASKED": True}
     split, plain = {**given, "SIZE": SPLIT}, {"MARKED": False, "MASKED": False, "SIZE": SPLIT}
     few = {**given, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
+    narrowed = {**split, "PARTS": 32, "OWN": PARTS_AT_ONCE}
     cases = [
         ("survey", survey_kernel, split, SURVEY_WARPS),
         ("survey plain", survey_kernel, plain, SURVEY_WARPS),
@@ -759,6 +979,10 @@ def compilations() -> list[Compilation]:
         ("filter", filter_kernel, few, FILTER_WARPS),
         ("filter plain", filter_kernel, {**few, **plain}, FILTER_WARPS),
         ("filter 262144", filter_kernel, {**few, "BUCKETS": 8192}, FILTER_WARPS),
+        ("narrow", narrow_kernel, narrowed, WARPS),
+        ("narrow plain", narrow_kernel, {**narrowed, **plain}, WARPS),
+        ("list between", list_between_kernel, narrowed, WARPS),
+        ("finish", finish_kernel, {**narrowed, "BLOCK": 2 * AT_ONCE}, WARPS),
         ("draw", draw_kernel, split, DRAW_WARPS),
         ("draw plain", draw_kernel, plain, DRAW_WARPS),
         ("settle", settle_kernel, {**split, "SIZE": 64, "SPLIT": SPLIT}, 1),

@@ -191,6 +191,79 @@ def test_top_p_that_needs_more_mass_than_the_gathered_tokens_have(rng: random.Ra
     check_against_reference(sample(logits, parameters, None, None), logits, logits, parameters)
 
 
+@pytest.mark.parametrize("slots", [128, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_top_p_that_reaches_far_into_a_row(slots: int, tied: bool, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many parts, beside rows that are soon done; with equal logits, and where more are left in the end than are listed."""
+    monkeypatch.setattr(fused_sampling, "SLOTS", tl.constexpr(slots))
+    fields = {
+        "top_p": [0.9, 0.99, 0.6, 1.0, 0.9999999, 0.95],
+        "min_p": [0.0, 1e-3, 0.0, 0.0, 0.0, 0.0],
+        "temperature": [1.0, 0.7, 2.0, 1.0, 1.0, 0.1],
+    }
+    rows, vocabulary = 6, 1300
+    logits = torch.randn(rows, vocabulary, device=DEVICE) * torch.tensor([[1.0], [2.0], [0.3], [1.0], [1.0], [1.0]], device=DEVICE)
+    if tied:
+        logits = (logits * 8).round() / 8
+    words = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32)), device=DEVICE).int()
+    penalties, parameters, ids = random_penalties(rows, vocabulary, rng), make_draws(rows, **fields), torch.arange(vocabulary)
+    for mask, own in ((None, None), (words, penalties)):
+        allowed = logits if own is None else penalized(logits, own)
+        if mask is not None:
+            allowed = allowed.masked_fill((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0, -torch.inf)
+        found = sample(logits, parameters, own, mask)
+        if not tied:
+            check_against_reference(found, logits, allowed, parameters)
+            continue
+        for row, (token, final) in enumerate(zip(found.tokens.tolist(), found.final.tolist(), strict=True)):
+            kept = kept_with_ties(allowed[row], parameters, row)
+            noisy = kept + noise.gumbel_all(parameters.seeds, parameters.choices, parameters.positions, vocabulary)[row]
+            assert token == noisy.argmax().item()
+            assert final == pytest.approx(kept.log_softmax(-1)[token].item(), abs=2e-5)
+
+
+def kept_with_ties(logits: Tensor, parameters: Draws, row: int) -> Tensor:
+    """Scores of a row, -inf for those that top-p and min-p leave out; all that tie at the edge of top-p stay."""
+    scores = (logits - logits.max()) / parameters.temperature[row]
+    ordered = scores.sort(descending=True).values
+    share = ordered.double().softmax(-1).cumsum(-1)
+    last = ordered[(share < parameters.top_p[row].double()).sum().clamp(max=len(ordered) - 1)]
+    last = last if parameters.top_p[row] < 1 else -torch.inf
+    return scores.masked_fill((scores < last) | (scores < parameters.min_p[row].log()), -torch.inf)
+
+
+@triton.jit
+def nearly_kernel(words, nearly, exactly, BLOCK: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(words + place).to(tl.uint32)
+    tl.store(nearly + place, fused_noise.nearly_gumbel(own, CUDA))
+    tl.store(exactly + place, fused_noise.gumbel_of_words(own, CUDA))
+
+
+def test_noise_of_few_instructions_is_as_near_as_is_said(rng: random.Random) -> None:
+    """A third of the tolerance is left for scores."""
+    words = torch.cat((torch.arange(512), (1 << 32) - 1 - torch.arange(512), (1 << 28) - 512 + torch.arange(1024)))
+    words = torch.cat((words, torch.randint(0, 1 << 32, (14 * 1024,)), torch.randint(0, 1 << 20, (16 * 1024,)))).to(DEVICE)
+    nearly, exactly = torch.empty(2, len(words), device=DEVICE).unbind()
+    nearly_kernel[(32,)](words, nearly, exactly, BLOCK=1024, CUDA=on_nvidia(words.device), enable_fp_fusion=False)
+    assert (nearly - exactly).abs().max() < fused_noise.NEARLY.value * 2 / 3
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 300}, {"min_p": 1e-4}])
+def test_tokens_whose_noise_is_not_known_well_enough_are_compared_exactly(
+    filters: dict[str, float], rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the noise that all tokens get were off by 1: then most parts have several that may be the largest."""
+    rows, vocabulary = 12, 700
+    logits, parameters = torch.randn(rows, vocabulary, device=DEVICE), make_draws(rows, **filters)
+    logits[:, rng.randrange(vocabulary)] += 2
+    expected = sample(logits, parameters, None, None)
+    monkeypatch.setattr(fused_sampling, "NEARLY", tl.constexpr(1.0))
+    found = sample(logits, parameters, None, None)
+    assert found.tokens.equal(expected.tokens)
+    check_against_reference(found, logits, logits, parameters)
+
+
 def test_gathered_tokens_concentrated_in_few_buckets(rng: random.Random) -> None:
     """Of many buckets, some hold more of the gathered tokens than others."""
     rows, vocabulary = len(MIXED_FILTERS["top_k"]), 2500
