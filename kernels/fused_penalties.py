@@ -32,7 +32,7 @@ ENTRIES = 256  # entries of `Penalties` per program
 MOST = tl.constexpr(LARGEST)
 
 
-@triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["owners"])
+@triton.jit(do_not_specialize=["entries", "biased", "mask_stride"], do_not_specialize_on_alignment=["owners"])
 def tally_kernel(
     marks: tl.tensor,  # [rows, words] int32, zero
     tallies: tl.tensor,  # [rows, vocabulary] int32, zero; or float32 for biases
@@ -61,13 +61,13 @@ def tally_kernel(
         tl.atomic_add(tallies + row * vocabulary + token, counted, mask=inside & (counted != 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["owners"])
+@triton.jit(do_not_specialize=["entries", "biased", "mask_stride"], do_not_specialize_on_alignment=["owners"])
 def penalize_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    mask: tl.tensor,  # [rows, words] int32: what a grammar allows; unused without MASKED
+    mask: tl.tensor,  # [rows, words] int32: what a grammar allows; unused with a stride of 0
     maxima: tl.tensor,  # [rows, buckets] float32, in and out: the largest of every 32 allowed logits
     tallies: tl.tensor,  # [rows, vocabulary] int32: counts; out: bits of the new logits
-    biases: tl.tensor,  # [rows, vocabulary] float32; unused without BIASED
+    biases: tl.tensor,  # [rows, vocabulary] float32; unused if there are none
     owners: tl.tensor,  # [entries] int8
     rows: tl.tensor,
     ids: tl.tensor,
@@ -79,9 +79,8 @@ def penalize_kernel(
     stride: tl.tensor,
     mask_stride: tl.tensor,
     buckets: tl.tensor,
-    MASKED: tl.constexpr,
+    biased: tl.tensor,  # the vocabulary, or 0 if there are no biases
     SEEN: tl.constexpr,  # whether these are occurrences, not biases of tokens that don't occur
-    BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     """The new logit of each token, by its owner. BLOCK entries per program."""
@@ -98,27 +97,26 @@ def penalize_kernel(
         value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
         value -= count * tl.load(frequency + row, mask=owner, other=0.0)
         value -= tl.where(count > 0, tl.load(presence + row, mask=owner, other=0.0), 0.0)
-    if BIASED:
-        value += tl.load(biases + place, mask=owner, other=0.0)
+    value += tl.load(biases + place, mask=owner & (token < biased), other=0.0)
     value = tl.where(value == 0.0, 0.0, value)  # of a zero with a sign atomics would make another number
     tl.store(tallies + place, value.to(tl.int32, bitcast=True), mask=owner)
-    if MASKED:
-        owner = owner & (((tl.load(mask + row * mask_stride + token // 32, mask=owner, other=0) >> (token % 32)) & 1) != 0)
+    allowed = tl.load(mask + row * mask_stride + token // 32, mask=owner & (token // 32 < mask_stride), other=-1)
+    owner = owner & (((allowed >> (token % 32)) & 1) != 0)
     tl.atomic_max(maxima + row * buckets + token // 32, value, mask=owner, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["entries"], do_not_specialize_on_alignment=["owners"])
+@triton.jit(do_not_specialize=["entries", "biased", "mask_stride"], do_not_specialize_on_alignment=["owners"])
 def clear_kernel(
     marks: tl.tensor,  # [rows, words] int32
     tallies: tl.tensor,  # [rows, vocabulary] int32
-    biases: tl.tensor,  # [rows, vocabulary] float32; unused without BIASED
+    biases: tl.tensor,  # [rows, vocabulary] float32; unused if there are none
     owners: tl.tensor,  # [entries] int8
     rows: tl.tensor,  # [entries]
     ids: tl.tensor,
     entries: tl.tensor,
     vocabulary: tl.tensor,
     words: tl.tensor,
-    BIASED: tl.constexpr,
+    biased: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     """Zeros all that BLOCK entries have written."""
@@ -128,8 +126,7 @@ def clear_kernel(
     row, token = tl.load(rows + entry, mask=owner, other=0), tl.load(ids + entry, mask=owner, other=0)
     tl.store(marks + row * words + token // 32, 0, mask=owner)
     tl.store(tallies + row * vocabulary + token, 0, mask=owner)
-    if BIASED:
-        tl.store(biases + row * vocabulary + token, 0.0, mask=owner)
+    tl.store(biases + row * vocabulary + token, 0.0, mask=owner & (token < biased))
 
 
 # Buffers of zeros, which every use leaves as zeros: making them anew would cost as much as reading the logits.
@@ -156,22 +153,25 @@ class Changes:
     biases: Tensor | None
     owners: Tensor  # [entries + biases] int8
 
+    @property
+    def _biases(self) -> Tensor:
+        """Of biases, or if there are none, of anything."""
+        return self.biases if self.biases is not None else self.penalties.repetition
+
     def apply(self, logits: Tensor, mask: Tensor | None, maxima: Tensor) -> None:
         """Computes the new logits. maxima: [rows, buckets], the largest of every 32 tokens that `mask` allows and that have no
         mark, raised to the new logits."""
-        given, masked = self.penalties, mask is not None
-        entries = len(given.ids)
+        given, entries = self.penalties, len(self.penalties.ids)
         for rows, ids, owners, seen in (
             (given.rows, given.ids, self.owners[:entries], True),
             (given.bias_rows, given.bias_ids, self.owners[entries:], False),
         ):
             if len(ids):
                 penalize_kernel[(triton.cdiv(len(ids), ENTRIES),)](
-                    logits, mask if mask is not None else logits, maxima, self.tallies,
-                    self.biases if self.biases is not None else logits, owners, rows, ids, given.repetition, given.frequency,
-                    given.presence, len(ids), logits.shape[1], logits.stride(0), mask.stride(0) if mask is not None else 0,
-                    maxima.shape[1], MASKED=masked, SEEN=seen, BIASED=self.biases is not None, BLOCK=ENTRIES,
-                    enable_fp_fusion=False,
+                    logits, mask if mask is not None else self.marks, maxima, self.tallies, self._biases, owners, rows, ids,
+                    given.repetition, given.frequency, given.presence, len(ids), logits.shape[1], logits.stride(0),
+                    mask.stride(0) if mask is not None else 0, maxima.shape[1],
+                    logits.shape[1] if self.biases is not None else 0, SEEN=seen, BLOCK=ENTRIES, enable_fp_fusion=False,
                 )  # fmt: skip
 
     def clear(self, vocabulary: int) -> None:
@@ -182,10 +182,9 @@ class Changes:
             (given.bias_rows, given.bias_ids, self.owners[entries:]),
         ):
             if len(ids):
-                biases = self.biases if self.biases is not None else self.tallies
                 clear_kernel[(triton.cdiv(len(ids), ENTRIES),)](
-                    self.marks, self.tallies, biases, owners, rows, ids, len(ids), vocabulary, self.words,
-                    BIASED=self.biases is not None, BLOCK=ENTRIES, enable_fp_fusion=False,
+                    self.marks, self.tallies, self._biases, owners, rows, ids, len(ids), vocabulary, self.words,
+                    vocabulary if self.biases is not None else 0, BLOCK=ENTRIES, enable_fp_fusion=False,
                 )  # fmt: skip
         device = self.marks.device
         _marks[device], _tallies[device] = self.marks, self.tallies
@@ -217,9 +216,8 @@ def compilations() -> list[Compilation]:
     types = dict.fromkeys(("logits", "maxima", "numbers", "biases", "repetition", "frequency", "presence"), "*fp32")
     types |= dict.fromkeys(("rows", "ids"), "*i64") | dict.fromkeys(("mask", "marks", "tallies"), "*i32") | {"owners": "*i8"}
     types |= dict.fromkeys(("vocabulary", "stride", "buckets"), "i32:16") | dict.fromkeys(
-        ("words", "mask_stride", "entries"), "i32"
+        ("words", "mask_stride", "entries", "biased"), "i32"
     )
-    harder = {"MASKED": True, "SEEN": True, "BIASED": True}
     return [
         Compilation(
             kernel=kernel,
@@ -230,7 +228,7 @@ def compilations() -> list[Compilation]:
         for name, kernel, constants in (
             ("tally", tally_kernel, {"BIASES": False}),
             ("tally biases", tally_kernel, {"BIASES": True}),
-            ("penalize", penalize_kernel, harder),
-            ("clear", clear_kernel, {"BIASED": True}),
+            ("penalize", penalize_kernel, {"SEEN": True}),
+            ("clear", clear_kernel, {}),
         )
     ]

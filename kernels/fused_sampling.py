@@ -69,6 +69,9 @@ PER_ROW = [
 ]  # fmt: skip
 
 
+STRIDES = ["mark_stride", "mask_stride"]  # of what there may not be
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """The sampled token of every row with its log-probabilities, [rows] each."""
@@ -109,27 +112,25 @@ def _value(key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _values(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, column, inside, MARKED: tl.constexpr, MASKED: tl.constexpr
-):
+def _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Logits of a row, changed ones in place of those that have a mark, and -inf for tokens that its grammar doesn't allow. Bit i
-    of word w is token 32 w + i."""
+    of word w is token 32 w + i. Without CHANGED there are neither; and a stride of 0 says that these are not."""
     # Masked by its bits, each would be loaded alone, not four at a time.
     values = tl.load(logits + column, mask=inside, other=float("-inf"))
-    if MARKED:
-        marked = inside & (((tl.load(marks + column // 32, mask=inside, other=0) >> (column % 32)) & 1) != 0)
+    if CHANGED:
+        words = tl.load(marks + column // 32, mask=inside & (column // 32 < mark_stride), other=0)
+        marked = inside & (((words >> (column % 32)) & 1) != 0)
         values = tl.where(marked, tl.load(changes + column, mask=marked, other=0).to(tl.float32, bitcast=True), values)
-    if MASKED:
-        words = tl.load(mask + column // 32, mask=inside, other=0)
+        words = tl.load(mask + column // 32, mask=inside & (column // 32 < mask_stride), other=-1)
         values = tl.where(((words >> (column % 32)) & 1) != 0, values, float("-inf"))
     return values
 
 
-@triton.jit(do_not_specialize_on_alignment=["peaks", "sums"])
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    marks: tl.tensor,  # [rows, words] int32; unused without MARKED
-    mask: tl.tensor,  # [rows, words] int32; unused without MASKED
+    marks: tl.tensor,  # [rows, words] int32; unused with a stride of 0
+    mask: tl.tensor,  # [rows, words] int32; unused with a stride of 0
     maxima: tl.tensor,  # [rows, 32 programs' maxima]
     peaks: tl.tensor,  # [rows, programs]
     sums: tl.tensor,  # [rows, programs]
@@ -137,8 +138,7 @@ def survey_kernel(
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    MARKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
@@ -153,13 +153,10 @@ def survey_kernel(
     sum_of_part = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
     tl.store(peaks + row * tl.num_programs(1) + part, peak)
     tl.store(sums + row * tl.num_programs(1) + part, sum_of_part)
-    if MARKED or MASKED:
-        taken = tl.full([SIZE // 32], -1, tl.int32)  # of each bucket
+    if CHANGED:
         inside = places * 32 < vocabulary
-        if MASKED:
-            taken = tl.load(mask + row * mask_stride + places, mask=inside, other=0)
-        if MARKED:
-            taken = taken & ~tl.load(marks + row * mark_stride + places, mask=inside, other=0)
+        taken = tl.load(mask + row * mask_stride + places, mask=inside & (places < mask_stride), other=-1)
+        taken = taken & ~tl.load(marks + row * mark_stride + places, mask=inside & (places < mark_stride), other=0)
         bits = (taken[:, None] >> tl.arange(0, 32)[None, :]) & 1
         largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
     tl.store(maxima + row * tl.num_programs(1) * (SIZE // 32) + places, largest)
@@ -167,21 +164,21 @@ def survey_kernel(
 
 @triton.jit
 def _largest(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, largest, best, buckets, vocabulary, MARKED: tl.constexpr, MASKED: tl.constexpr,
+    logits, changes, marks, mask, mark_stride, mask_stride, largest, best, buckets, vocabulary, CHANGED: tl.constexpr,
     BUCKETS: tl.constexpr
 ):  # fmt: skip
     """The first token whose logit is `best`, the largest of the maxima `largest`."""
     found = tl.min(tl.where(largest == best, tl.arange(0, BUCKETS), buckets - 1), 0)
     column = found * 32 + tl.arange(0, 32)
     inside = column < vocabulary
-    values = _values(logits, changes, marks, mask, column, inside, MARKED, MASKED)
+    values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED)
     return tl.min(tl.where(inside & (values == best), column, vocabulary - 1), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def weigh_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,  # [rows, vocabulary] int32: bits of logits that have a mark; unused without MARKED
+    changes: tl.tensor,  # [rows, vocabulary] int32: bits of logits that have a mark
     marks: tl.tensor,
     mask: tl.tensor,
     maxima: tl.tensor,  # [rows, buckets]
@@ -194,8 +191,7 @@ def weigh_kernel(
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    MARKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
@@ -209,7 +205,9 @@ def weigh_kernel(
         changes += row * vocabulary
         marks += row * mark_stride
         mask += row * mask_stride
-        values = _values(logits + row * stride, changes, marks, mask, column, column < vocabulary, MARKED, MASKED)
+        values = _values(
+            logits + row * stride, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED
+        )
         # Where all are -inf the difference would be NaN.
         masses = nearly_exp((values - tl.where(peak == float("-inf"), 0.0, peak)) * tl.div_rn(1.0, heat), CUDA)
         tl.store(peaks + place, peak)
@@ -243,8 +241,9 @@ def _pivot(largest, filled, best, wanted):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gather(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, listed, buckets, best, heat, pivot, scores_to, masses_to, ids_to, vocabulary,
-    MARKED: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
+    logits, changes, marks, mask, mark_stride, mask_stride, listed, buckets, best, heat, pivot, scores_to, masses_to, ids_to,
+    vocabulary,
+    CHANGED: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Stores scores, masses and ids of all tokens of the listed buckets that are not below `pivot`, up to CAP. Returns how many
     there are, and whether no token of these buckets is below the pivot."""
@@ -254,7 +253,7 @@ def _gather(  # type: ignore[no-untyped-def]
         place = start + tl.arange(0, BLOCK)
         inside = place < buckets * 32
         column = tl.load(listed + place // 32, mask=inside, other=0) * 32 + place % 32
-        values = _values(logits, changes, marks, mask, column, inside & (column < vocabulary), MARKED, MASKED)
+        values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside & (column < vocabulary), CHANGED)
         possible = values > float("-inf")
         taken = possible & (values >= pivot)
         # Both counts in one number: BLOCK is far below 2^16.
@@ -273,14 +272,14 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight_above(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, best, heat, least, vocabulary, MASSES: tl.constexpr, MARKED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr
+    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, least, vocabulary, MASSES: tl.constexpr, CHANGED:
+    tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Mass (or number, without MASSES) of all tokens whose score's key is not below `least` (int64)."""
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        values = _values(logits, changes, marks, mask, column, column < vocabulary, MARKED, MASKED)
+        values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
         scores = tl.div_rn(values - best, heat)
         weights = tl.exp(scores) if MASSES else 1.0
         possible = values > float("-inf")
@@ -290,14 +289,16 @@ def _weight_above(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _far_threshold(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, best, heat, target, vocabulary, least, MASSES: tl.constexpr, MARKED: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr
+    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, least, MASSES: tl.constexpr,
+    CHANGED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """`_threshold` over all tokens of the row; at least `least`, which is the result if nothing above it reaches the target."""
     low, high = least.to(tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
     for _ in range(32):
         middle = _middle(low, high)
-        weight = _weight_above(logits, changes, marks, mask, best, heat, middle, vocabulary, MASSES, MARKED, MASKED, BLOCK)
+        weight = _weight_above(
+            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, middle, vocabulary, MASSES, CHANGED, BLOCK
+        )
         enough = weight >= target
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
     return low.to(tl.int32)
@@ -305,20 +306,22 @@ def _far_threshold(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _far_limit(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, best, heat, k, p, vocabulary, MARKED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The key of the lowest score that top-k and top-p keep, of all tokens of the row."""
     threshold = tl.full((), LOWEST, tl.int32)
     if k > 0:
         target = tl.minimum(k, vocabulary).to(tl.float32)
         threshold = _far_threshold(
-            logits, changes, marks, mask, best, heat, target, vocabulary, threshold, False, MARKED, MASKED, BLOCK
+            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, threshold, False, CHANGED, BLOCK
         )
     if p < 1.0:
         least = threshold.to(tl.int64)
-        target = p * _weight_above(logits, changes, marks, mask, best, heat, least, vocabulary, True, MARKED, MASKED, BLOCK)
+        target = p * _weight_above(
+            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, least, vocabulary, True, CHANGED, BLOCK
+        )
         threshold = _far_threshold(
-            logits, changes, marks, mask, best, heat, target, vocabulary, threshold, True, MARKED, MASKED, BLOCK
+            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, threshold, True, CHANGED, BLOCK
         )
     return threshold
 
@@ -421,7 +424,7 @@ def _among_many(  # type: ignore[no-untyped-def]
     return enough, chosen, final
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
+@triton.jit(do_not_specialize=["parts", *STRIDES], do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def filter_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     changes: tl.tensor,
@@ -454,8 +457,7 @@ def filter_kernel(
     mask_stride: tl.tensor,
     buckets: tl.tensor,
     parts: tl.tensor,  # 0: not weighed
-    MARKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     BUCKETS: tl.constexpr,
     PARTS: tl.constexpr,
     CAP: tl.constexpr,
@@ -480,7 +482,9 @@ def filter_kernel(
     tl.store(tokens + row, -1)
     tl.store(targets + row, 0.0)
     if heat == 0.0:
-        chosen = _largest(logits, changes, marks, mask, largest, best, buckets, vocabulary, MARKED, MASKED, BUCKETS)
+        chosen = _largest(
+            logits, changes, marks, mask, mark_stride, mask_stride, largest, best, buckets, vocabulary, CHANGED, BUCKETS
+        )
         tl.store(tokens + row, chosen.to(tl.int64))
         tl.store(finals + row, 0.0)
     elif (k > 0) | (p < 1.0) | (floor > float("-inf")):
@@ -495,8 +499,9 @@ def filter_kernel(
         tl.store(listed + tl.cumsum(number, 0) - number, place, mask=number != 0)
         tl.debug_barrier()  # what other threads have listed is read next
         count, everything = _gather(
-            logits, changes, marks, mask, listed, few, best, heat, pivot, gathered, gathered_masses, gathered_ids, vocabulary,
-            MARKED, MASKED, CAP, BLOCK,
+            logits, changes, marks, mask, mark_stride, mask_stride, listed, few, best, heat, pivot, gathered,
+            gathered_masses, gathered_ids, vocabulary,
+            CHANGED, CAP, BLOCK,
         )  # fmt: skip
         everything = everything & (few == tl.sum(filled.to(tl.int32), 0))
         tl.debug_barrier()  # and what they have gathered
@@ -528,7 +533,9 @@ def filter_kernel(
             tl.store(highs + row, tl.where(count <= CAP, pivot, _value(_key(best) + 1)))
             tl.store(targets + row, p * total)
         else:
-            least = _far_limit(logits, changes, marks, mask, best, heat, k, p, vocabulary, MARKED, MASKED, 2 * BLOCK)
+            least = _far_limit(
+                logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED, 2 * BLOCK
+            )
             tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, _key(floor))))
 
 
@@ -553,7 +560,7 @@ def _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS: tl.constexp
     return low, high
 
 
-@triton.jit(do_not_specialize=["parts", "rounds"], do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def narrow_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     changes: tl.tensor,
@@ -571,8 +578,7 @@ def narrow_kernel(
     mask_stride: tl.tensor,
     parts: tl.tensor,
     rounds: tl.tensor,  # before this one
-    MARKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     OWN: tl.constexpr,
@@ -592,13 +598,13 @@ def narrow_kernel(
         sums += (rounds * tl.num_programs(0) + row) * parts * PIVOTS
         for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
             column = part * SIZE + tl.arange(0, SIZE)
-            values = _values(logits, changes, marks, mask, column, column < vocabulary, MARKED, MASKED)
+            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
             masses = nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
             above = tl.where(values[None, :] >= pivots[:, None], masses[None, :], 0.0)
             tl.store(sums + part * PIVOTS + pivot, tl.sum(above, 1))
 
 
-@triton.jit(do_not_specialize=["parts", "rounds"], do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def list_between_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     changes: tl.tensor,
@@ -619,8 +625,7 @@ def list_between_kernel(
     mask_stride: tl.tensor,
     parts: tl.tensor,
     rounds: tl.tensor,
-    MARKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     OWN: tl.constexpr,
@@ -637,7 +642,7 @@ def list_between_kernel(
         mask += row * mask_stride
         for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
             column = part * SIZE + tl.arange(0, SIZE)
-            values = _values(logits, changes, marks, mask, column, column < vocabulary, MARKED, MASKED)
+            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
             masses = nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
             taken = (values >= low) & (values < high) & (values > float("-inf"))
             number = taken.to(tl.int32)
@@ -647,7 +652,7 @@ def list_between_kernel(
             tl.store(higher + place, tl.sum(tl.where(values >= high, masses, 0.0), 0))
 
 
-@triton.jit(do_not_specialize=["parts", "rounds"], do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def finish_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     changes: tl.tensor,
@@ -671,8 +676,7 @@ def finish_kernel(
     mask_stride: tl.tensor,
     parts: tl.tensor,
     rounds: tl.tensor,
-    MARKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CUDA: tl.constexpr,
@@ -692,7 +696,7 @@ def finish_kernel(
             changes += row * vocabulary
             marks += row * mark_stride
             mask += row * mask_stride
-            least = _far_limit(logits, changes, marks, mask, best, heat, k, p, vocabulary, MARKED, MASKED, BLOCK)
+            least = _far_limit(logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED, BLOCK)
         elif low > float("-inf"):
             above = tl.sum(tl.load(higher + row * parts + part, mask=part < parts, other=0.0), 0)
             slot = tl.arange(0, PARTS * SLOTS)
@@ -705,7 +709,7 @@ def finish_kernel(
         tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, _key(floor))))
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=PER_ROW)
 def draw_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     changes: tl.tensor,
@@ -725,8 +729,7 @@ def draw_kernel(
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    MARKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
@@ -740,7 +743,9 @@ def draw_kernel(
         changes += row * vocabulary
         marks += row * mark_stride
         mask += row * mask_stride
-        values = _values(logits + row * stride, changes, marks, mask, column, column < vocabulary, MARKED, MASKED)
+        values = _values(
+            logits + row * stride, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED
+        )
         noise = nearly_gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
         scores = (values - best) * tl.div_rn(1.0, heat)
         kept = values >= limit
@@ -757,17 +762,17 @@ def draw_kernel(
 
 @triton.jit
 def _exactly(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, column, inside, best, heat, limit, seed, choice, position, MARKED: tl.constexpr,
-    MASKED: tl.constexpr, CUDA: tl.constexpr
+    logits, changes, marks, mask, mark_stride, mask_stride, column, inside, best, heat, limit, seed, choice, position, CHANGED:
+    tl.constexpr, CUDA: tl.constexpr
 ):  # fmt: skip
     """Scores of some tokens, and these with noise, -inf where `limit` excludes them; both to the last bit."""
-    values = _values(logits, changes, marks, mask, column, inside, MARKED, MASKED)
+    values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED)
     scores = tl.div_rn(values - best, heat)
     noisy = scores + gumbel_of_ids(seed, choice, position, column, CUDA)
     return scores, tl.where(inside & (values >= limit), noisy, float("-inf"))
 
 
-@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "peaks", "masses", "logprobs"])
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=[*PER_ROW, "peaks", "masses", "logprobs"])
 def settle_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     changes: tl.tensor,
@@ -792,8 +797,7 @@ def settle_kernel(
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    MARKED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     CUDA: tl.constexpr,
@@ -818,7 +822,22 @@ def settle_kernel(
         vague = near & (column < 0)
         column = tl.where(vague, 0, column)
         scores, noisy = _exactly(
-            logits, changes, marks, mask, column, near & ~vague, best, heat, limit, seed, choice, position, MARKED, MASKED, CUDA
+            logits,
+            changes,
+            marks,
+            mask,
+            mark_stride,
+            mask_stride,
+            column,
+            near & ~vague,
+            best,
+            heat,
+            limit,
+            seed,
+            choice,
+            position,
+            CHANGED,
+            CUDA,
         )
         largest = tl.max(noisy, 0)
         chosen = tl.min(tl.where(near & ~vague & (noisy == largest), column, 0x7FFFFFFF), 0)
@@ -830,8 +849,8 @@ def settle_kernel(
             for start in range(0, SPLIT, SCANNED):
                 scanned = first * SPLIT + start + tl.arange(0, SCANNED)
                 their_scores, theirs = _exactly(
-                    logits, changes, marks, mask, scanned, scanned < vocabulary, best, heat, limit, seed, choice, position, MARKED,
-                    MASKED, CUDA,
+                    logits, changes, marks, mask, mark_stride, mask_stride, scanned, scanned < vocabulary, best,
+                    heat, limit, seed, choice, position, CHANGED, CUDA,
                 )  # fmt: skip
                 most = tl.max(theirs, 0)
                 other = tl.min(tl.where(theirs == most, scanned, 0x7FFFFFFF), 0)
@@ -864,7 +883,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     changes = mark(penalties, rows, vocabulary) if penalties is not None else None
     given = _Given(logits, changes, mask)
     survey_kernel[(rows, parts)](
-        logits, given.marks, given.mask, maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
+        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
         CUDA=on_nvidia(device), num_warps=SURVEY_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     if changes is not None:
@@ -886,12 +905,10 @@ class _Given:
 
     def __init__(self, logits: Tensor, changes: Changes | None, mask: Tensor | None) -> None:
         self.logits = logits
-        self.changes = changes.tallies if changes is not None else logits
-        self.marks = changes.marks if changes is not None else logits
-        self.mask = mask if mask is not None else logits
-        self.tensors = logits, self.changes, self.marks, self.mask
+        marks = changes.marks if changes is not None else mask if mask is not None else logits
+        self.tensors = logits, changes.tallies if changes is not None else marks, marks, mask if mask is not None else marks
         self.strides = logits.stride(0), changes.words if changes is not None else 0, mask.stride(0) if mask is not None else 0
-        self.constants = {"MARKED": changes is not None, "MASKED": mask is not None}
+        self.constants = {"CHANGED": changes is not None or mask is not None}
 
 
 def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
@@ -914,8 +931,8 @@ def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bo
     keys = (draws.seeds, draws.choices, draws.positions)
     filter_kernel[(rows,)](
         *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed,
-        gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides, maxima.shape[1],
-        parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
+        gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides,
+        maxima.shape[1], parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
         PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
         CUDA=on_nvidia(device), num_warps=FILTER_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -968,9 +985,8 @@ _TYPES = {
 
 def compilations() -> list[Compilation]:
     """With penalties and a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
-    given = {"MARKED": True, "MASKED": True}
-    split, plain = {**given, "SIZE": SPLIT}, {"MARKED": False, "MASKED": False, "SIZE": SPLIT}
-    few = {**given, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
+    split, plain = {"CHANGED": True, "SIZE": SPLIT}, {"CHANGED": False, "SIZE": SPLIT}
+    few = {"CHANGED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
     narrowed = {**split, "PARTS": 32, "OWN": PARTS_AT_ONCE}
     cases = [
         ("survey", survey_kernel, split, SURVEY_WARPS),
