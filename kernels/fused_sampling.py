@@ -19,13 +19,20 @@ Passes over all logits, for rows with usual filters:
 
 Then `filter`: the m-th largest of the buckets' maxima is exceeded by at least m logits, and hardly by many more. Those are
 gathered, out of the few buckets that have any, and filters and draw go on among them. The gathered count and mass tell whether all
-that a filter may keep is among them, so a row is never wrong, but may be slow.
+that a filter may keep is among them, so a row is never wrong, but may be slow. Few candidates are each compared with each other,
+which takes no more steps than a search for a threshold takes barriers.
 
-A row whose filters keep more finds its threshold by bisection over the bits of a float, each step a pass over the row, and is drawn
-in one more pass with noise for all tokens, as rows without filters are (`draw`). Penalties are applied in place, and undone at the
-end (`fused_penalties`).
+A row whose top-p keeps more is narrowed down by all programs together: two passes sum the mass above 16 numbers each (`narrow`),
+a third one lists the tokens that are left between two of them (`list_between`), and `finish` finds the threshold among these. A row
+with a large top-k, or with too many tokens in between, finds it by bisection over the bits of a float, each step a pass over the
+row. Such rows are drawn in one more pass over all tokens, as rows without filters are (`draw`). Exact noise takes 150 instructions,
+so there all tokens get noise that is off by a known bound, and only those that may be the largest are compared exactly (`settle`).
+
+Logits that penalties change stand beside the others (`fused_penalties`): the survey leaves them out, and they raise the buckets'
+maxima afterwards.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,24 +40,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import AMD, NVIDIA, Compilation
+from .compilation import VENDORS, Compilation
 from .dispatch import on_nvidia
-from .fused_noise import gumbel_of_ids, gumbel_of_quads
-from .fused_penalties import penalize_, restore_
+from .fused_noise import NEARLY, gumbel_of_ids, nearly_exp, nearly_gumbel_of_quads
+from .fused_penalties import Changes, mark
 from .sampling import Draws, Penalties
 
 SPLIT = 4096  # logits per program of `survey`, `weigh` and `draw`
 CAPACITY = 2048  # most logits that are gathered for a row
 AT_ONCE = 2048  # logits that `filter` loads at once: with more, its registers leave no room for a second program
-WANTED = 512  # at least so many are gathered, or twice top-k
-RENEWED = 64  # bucket maxima per program of `renew`, of 32 logits each
+WANTED = 512  # at least so many are gathered without top-k
+FEW = 256  # so many or fewer gathered logits are each compared with each other
 WARPS = 8
+SURVEY_WARPS = 8
+FILTER_WARPS = 8
+DRAW_WARPS = 8
 LOWEST = tl.constexpr(-0x80000000)
+PIVOTS = tl.constexpr(16)  # numbers that `narrow` compares each logit with
+SLOTS = tl.constexpr(128)  # most tokens that are listed for a part
+ROUNDS = 2  # of `narrow`
+PARTS_AT_ONCE = 4  # parts of a program of `narrow` and `list_between`: most have nothing to do
+VAGUE = tl.constexpr(1 << 30)  # more than there are tokens
+SCANNED = tl.constexpr(128)  # tokens that `settle` compares at once
 # Arguments with one number per row or program: their alignment depends on the number of rows, and doesn't matter.
 PER_ROW = [
-    "temperature", "top_k", "top_p", "floors", "seeds", "choices", "positions", "tokens", "bests", "thresholds", "finals",
-    "noisiest", "ids", "scores_of", "sums",
+    "temperature", "top_k", "top_p", "floors", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
+    "noisiest", "ids", "sums", "lows", "highs", "targets",
 ]  # fmt: skip
+
+
+STRIDES = ["mark_stride", "mask_stride"]  # of what there may not be
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,94 +106,80 @@ def _threshold(keys, weights, target):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _allowed(mask, column, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which of a row's tokens its grammar allows; bit i of word w is token 32 w + i."""
-    if MASKED:
-        words = tl.load(mask + column // 32, mask=inside, other=0)
-        inside = inside & (((words >> (column % 32)) & 1) != 0)
-    return inside
+def _value(key):  # type: ignore[no-untyped-def]
+    """The float of a `_key`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _values(logits, column, vocabulary, allowed, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adjacent logits of a row, with -inf for those that its grammar doesn't allow."""
-    if MASKED:  # masked by its bits, each would be loaded alone, not four at a time
-        values = tl.load(logits + column, mask=column < vocabulary, other=float("-inf"))
-        values = tl.where(allowed, values, float("-inf"))
-    else:
-        values = tl.load(logits + column, mask=allowed, other=float("-inf"))
+def _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits of a row, changed ones in place of those that have a mark, and -inf for tokens that its grammar doesn't allow. Bit i
+    of word w is token 32 w + i. Without CHANGED there are neither; and a stride of 0 says that these are not."""
+    # Masked by its bits, each would be loaded alone, not four at a time.
+    values = tl.load(logits + column, mask=inside, other=float("-inf"))
+    if CHANGED:
+        words = tl.load(marks + column // 32, mask=inside & (column // 32 < mark_stride), other=0)
+        marked = inside & (((words >> (column % 32)) & 1) != 0)
+        values = tl.where(marked, tl.load(changes + column, mask=marked, other=0).to(tl.float32, bitcast=True), values)
+        words = tl.load(mask + column // 32, mask=inside & (column // 32 < mask_stride), other=-1)
+        values = tl.where(((words >> (column % 32)) & 1) != 0, values, float("-inf"))
     return values
 
 
-@triton.jit(do_not_specialize_on_alignment=["peaks", "sums"])
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    mask: tl.tensor,  # [rows, words] int32; unused without MASKED
+    marks: tl.tensor,  # [rows, words] int32; unused with a stride of 0
+    mask: tl.tensor,  # [rows, words] int32; unused with a stride of 0
     maxima: tl.tensor,  # [rows, 32 programs' maxima]
     peaks: tl.tensor,  # [rows, programs]
     sums: tl.tensor,  # [rows, programs]
     vocabulary: tl.tensor,
     stride: tl.tensor,
+    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> None:
-    """Surveys SIZE logits of one row: their maximum, sum of exponentials, and bucket maxima."""
+    """Surveys SIZE logits of one row: their maximum, sum of exponentials, and bucket maxima of those without a mark."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
-    inside = column < vocabulary
-    values = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
-    peak = tl.max(tl.max(values, 1), 0)
+    values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
+    largest = tl.max(values, 1)
+    peak = tl.max(largest, 0)
     # Where all are -inf the difference would be NaN.
-    sum_of_part = tl.sum(tl.sum(tl.exp(values - tl.where(peak == float("-inf"), 0.0, peak)), 1), 0)
+    sum_of_part = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
     tl.store(peaks + row * tl.num_programs(1) + part, peak)
     tl.store(sums + row * tl.num_programs(1) + part, sum_of_part)
-    allowed = _allowed(mask + row * mask_stride, column, inside, MASKED)
-    largest = tl.max(tl.where(allowed, values, float("-inf")), 1)
+    if CHANGED:
+        inside = places * 32 < vocabulary
+        taken = tl.load(mask + row * mask_stride + places, mask=inside & (places < mask_stride), other=-1)
+        taken = taken & ~tl.load(marks + row * mark_stride + places, mask=inside & (places < mark_stride), other=0)
+        bits = (taken[:, None] >> tl.arange(0, 32)[None, :]) & 1
+        largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
     tl.store(maxima + row * tl.num_programs(1) * (SIZE // 32) + places, largest)
 
 
-@triton.jit(do_not_specialize=["entries"])
-def renew_kernel(
-    logits: tl.tensor,  # [rows, vocabulary] float32
-    mask: tl.tensor,
-    maxima: tl.tensor,  # [rows, buckets]
-    rows: tl.tensor,  # [entries]
-    ids: tl.tensor,
-    entries: tl.tensor,
-    vocabulary: tl.tensor,
-    stride: tl.tensor,
-    mask_stride: tl.tensor,
-    buckets: tl.tensor,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Recomputes the maxima of buckets whose logits penalties or biases have changed. Several tokens of a bucket write the same
-    value. BLOCK entries per program."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    row, place = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0) // 32
-    column = place[:, None] * 32 + tl.arange(0, 32)[None, :]
-    allowed = inside[:, None] & (column < vocabulary)
-    allowed = _allowed(mask + row[:, None] * mask_stride, column, allowed, MASKED)
-    values = tl.load(logits + row[:, None] * stride + column, mask=allowed, other=float("-inf"))
-    tl.store(maxima + row * buckets + place, tl.max(values, 1), mask=inside)
-
-
 @triton.jit
-def _largest(logits, mask, largest, best, buckets, vocabulary, MASKED: tl.constexpr, BUCKETS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _largest(  # type: ignore[no-untyped-def]
+    logits, changes, marks, mask, mark_stride, mask_stride, largest, best, buckets, vocabulary, CHANGED: tl.constexpr,
+    BUCKETS: tl.constexpr
+):  # fmt: skip
     """The first token whose logit is `best`, the largest of the maxima `largest`."""
     found = tl.min(tl.where(largest == best, tl.arange(0, BUCKETS), buckets - 1), 0)
     column = found * 32 + tl.arange(0, 32)
-    allowed = _allowed(mask, column, column < vocabulary, MASKED)
-    values = tl.load(logits + column, mask=allowed, other=float("-inf"))
-    return tl.min(tl.where(allowed & (values == best), column, vocabulary - 1), 0)
+    inside = column < vocabulary
+    values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED)
+    return tl.min(tl.where(inside & (values == best), column, vocabulary - 1), 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def weigh_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,  # [rows, vocabulary] int32: bits of logits that have a mark
+    marks: tl.tensor,
     mask: tl.tensor,
     maxima: tl.tensor,  # [rows, buckets]
     temperature: tl.tensor,
@@ -184,9 +189,11 @@ def weigh_kernel(
     sums: tl.tensor,  # [rows, programs], out: mass of a part, its largest having 1
     vocabulary: tl.tensor,
     stride: tl.tensor,
+    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> None:
     """Sums the mass of SIZE logits of one row, if its filters need the mass of all tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -195,79 +202,141 @@ def weigh_kernel(
         place = row * tl.num_programs(1) + part
         peak = tl.max(tl.load(maxima + place * (SIZE // 32) + tl.arange(0, SIZE // 32)), 0)
         column = part * SIZE + tl.arange(0, SIZE)
-        allowed = _allowed(mask + row * mask_stride, column, column < vocabulary, MASKED)
-        values = _values(logits + row * stride, column, vocabulary, allowed, MASKED)
+        changes += row * vocabulary
+        marks += row * mark_stride
+        mask += row * mask_stride
+        values = _values(
+            logits + row * stride, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED
+        )
         # Where all are -inf the difference would be NaN.
-        masses = tl.exp(tl.div_rn(values - tl.where(peak == float("-inf"), 0.0, peak), heat))
+        masses = nearly_exp((values - tl.where(peak == float("-inf"), 0.0, peak)) * tl.div_rn(1.0, heat), CUDA)
         tl.store(peaks + place, peak)
         tl.store(sums + place, tl.sum(masses, 0))
 
 
 @triton.jit
+def _pivot(largest, filled, best, wanted):  # type: ignore[no-untyped-def]
+    """A float that at least `wanted` of the bucket maxima `largest` are not below, and few more than that; and how many. If there
+    are too few it is the lowest of those that are `filled`, finite.
+
+    By bisection: first of what lies between numbers, which takes some seven steps; then of their bits, which takes 32 at most.
+    """
+    low = _key(tl.min(tl.where(filled, largest, best), 0)).to(tl.int64)
+    high = _key(best).to(tl.int64)
+    number = tl.sum(filled.to(tl.int32), 0)
+    step = 0
+    while (low < high) & (number > wanted + wanted // 2):
+        middle = _middle(low, high)
+        if step < 12:
+            between = _value(low.to(tl.int32)) * 0.5 + _value(high.to(tl.int32)) * 0.5
+            middle = tl.maximum(tl.minimum(_key(between).to(tl.int64), high), low + 1)
+        many = tl.sum((largest >= _value(middle.to(tl.int32))).to(tl.int32), 0)
+        if many >= wanted:
+            low, number = middle, many
+        else:
+            high = middle - 1
+        step += 1
+    return _value(low.to(tl.int32)), number
+
+
+@triton.jit
 def _gather(  # type: ignore[no-untyped-def]
-    logits, mask, listed, buckets, best, heat, pivot, scores_to, ids_to, vocabulary, MASKED: tl.constexpr, CAP: tl.constexpr,
-    BLOCK: tl.constexpr
+    logits, changes, marks, mask, mark_stride, mask_stride, listed, buckets, best, heat, pivot, scores_to, masses_to, ids_to,
+    vocabulary,
+    CHANGED: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Stores scores and ids of all tokens of the listed buckets that are not below `pivot`, up to CAP. Returns how many there are,
-    and whether no token of these buckets is below the pivot."""
+    """Stores scores, masses and ids of all tokens of the listed buckets that are not below `pivot`, up to CAP. Returns how many
+    there are, and whether no token of these buckets is below the pivot."""
     count = tl.zeros((), tl.int32)
-    below = tl.zeros((), tl.int32)
+    above = tl.zeros((), tl.int32)
     for start in range(0, buckets * 32, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < buckets * 32
         column = tl.load(listed + place // 32, mask=inside, other=0) * 32 + place % 32
-        allowed = _allowed(mask, column, inside & (column < vocabulary), MASKED)
-        values = tl.load(logits + column, mask=allowed, other=float("-inf"))
-        possible = allowed & (values > float("-inf"))
-        taken = possible & (_key(values) >= pivot)
+        values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside & (column < vocabulary), CHANGED)
+        possible = values > float("-inf")
+        taken = possible & (values >= pivot)
+        # Both counts in one number: BLOCK is far below 2^16.
         number = taken.to(tl.int32)
         to = count + tl.cumsum(number, 0) - number
-        tl.store(scores_to + to, tl.div_rn(values - best, heat), mask=taken & (to < CAP))
-        tl.store(ids_to + to, column, mask=taken & (to < CAP))
-        count += tl.sum(number, 0)
-        below += tl.sum(possible.to(tl.int32), 0)
-    return count, below == count
+        scores = tl.div_rn(values - best, heat)
+        stored = taken & (to < CAP)
+        tl.store(scores_to + to, scores, mask=stored)
+        tl.store(masses_to + to, tl.exp(scores), mask=stored)
+        tl.store(ids_to + to, column, mask=stored)
+        both = tl.sum(number + (possible.to(tl.int32) << 16), 0)
+        count += both & 0xFFFF
+        above += both >> 16
+    return count, above == count
 
 
 @triton.jit
 def _weight_above(  # type: ignore[no-untyped-def]
-    logits, mask, best, heat, least, vocabulary, MASSES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, least, vocabulary, MASSES: tl.constexpr, CHANGED:
+    tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Mass (or number, without MASSES) of all tokens whose score's key is not below `least` (int64)."""
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        allowed = _allowed(mask, column, column < vocabulary, MASKED)
-        scores = tl.div_rn(_values(logits, column, vocabulary, allowed, MASKED) - best, heat)
+        values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
+        scores = tl.div_rn(values - best, heat)
         weights = tl.exp(scores) if MASSES else 1.0
-        sums += tl.where(allowed & (_key(scores).to(tl.int64) >= least), weights, 0.0)
+        possible = values > float("-inf")
+        sums += tl.where(possible & (_key(scores).to(tl.int64) >= least), weights, 0.0)
     return tl.sum(sums, 0)
 
 
 @triton.jit
 def _far_threshold(  # type: ignore[no-untyped-def]
-    logits, mask, best, heat, target, vocabulary, least, MASSES: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, least, MASSES: tl.constexpr,
+    CHANGED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """`_threshold` over all tokens of the row; at least `least`, which is the result if nothing above it reaches the target."""
     low, high = least.to(tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
     for _ in range(32):
         middle = _middle(low, high)
-        enough = _weight_above(logits, mask, best, heat, middle, vocabulary, MASSES, MASKED, BLOCK) >= target
+        weight = _weight_above(
+            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, middle, vocabulary, MASSES, CHANGED, BLOCK
+        )
+        enough = weight >= target
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
     return low.to(tl.int32)
 
 
 @triton.jit
-def _far_limit(logits, mask, best, heat, k, p, vocabulary, MASKED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _far_limit(  # type: ignore[no-untyped-def]
+    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED: tl.constexpr, BLOCK: tl.constexpr
+):
     """The key of the lowest score that top-k and top-p keep, of all tokens of the row."""
     threshold = tl.full((), LOWEST, tl.int32)
     if k > 0:
         target = tl.minimum(k, vocabulary).to(tl.float32)
-        threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, False, MASKED, BLOCK)
+        threshold = _far_threshold(
+            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, threshold, False, CHANGED, BLOCK
+        )
     if p < 1.0:
-        target = p * _weight_above(logits, mask, best, heat, threshold.to(tl.int64), vocabulary, True, MASKED, BLOCK)
-        threshold = _far_threshold(logits, mask, best, heat, target, vocabulary, threshold, True, MASKED, BLOCK)
+        least = threshold.to(tl.int64)
+        target = p * _weight_above(
+            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, least, vocabulary, True, CHANGED, BLOCK
+        )
+        threshold = _far_threshold(
+            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, threshold, True, CHANGED, BLOCK
+        )
     return threshold
+
+
+@triton.jit
+def _lowest_logit(best, heat, least):  # type: ignore[no-untyped-def]
+    """The lowest logit whose score has a key that is not below `least`: scores never fall where logits rise."""
+    low, high = tl.full((), -0x80000000, tl.int64), _key(best).to(tl.int64)
+    for _ in range(33):
+        middle = low + ((high - low) >> 1)
+        value = tl.maximum(_value(middle.to(tl.int32)), float("-inf"))  # there are NaNs below
+        enough = _key(tl.div_rn(value - best, heat)) >= least
+        low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
+        low = tl.minimum(low, high)
+    return tl.maximum(_value(high.to(tl.int32)), float("-inf"))
 
 
 @triton.jit
@@ -280,9 +349,86 @@ def _weighed(peaks, sums, parts, best, heat, PARTS: tl.constexpr):  # type: igno
     return tl.sum(masses * tl.exp(tl.div_rn(tops - best, heat)), 0)
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
+@triton.jit
+def _drawn(kept, scores, masses, ids, floor, seed, choice, position, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The token that is drawn of those kept, and its log-probability among these."""
+    kept = kept & (scores >= floor)
+    noisy = tl.where(kept, scores + gumbel_of_ids(seed, choice, position, ids, CUDA), float("-inf"))
+    chosen = tl.min(tl.where(kept & (noisy == tl.max(noisy, 0)), ids, 0x7FFFFFFF), 0)
+    own = tl.max(tl.where(kept & (ids == chosen), scores, float("-inf")), 0)
+    return chosen, own - tl.log(tl.sum(tl.where(kept, masses, 0.0), 0))
+
+
+@triton.jit
+def _among_few(  # type: ignore[no-untyped-def]
+    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, total, seed, choice, position,
+    FEW: tl.constexpr, CUDA: tl.constexpr
+):  # fmt: skip
+    """Filters `count` gathered tokens, at most FEW, and draws one: whether all that may be kept is among them, the token, and its
+    log-probability. Each is compared with each: how many are above it, and with what mass."""
+    slot = tl.arange(0, FEW)
+    full = slot < count
+    scores = tl.load(gathered + slot, mask=full, other=float("-inf"))
+    masses = tl.load(gathered_masses + slot, mask=full, other=0.0)
+    ids = tl.load(gathered_ids + slot, mask=full, other=0)
+    higher, mass_above = tl.zeros([FEW], tl.int32), tl.zeros([FEW], tl.float32)
+    for start in range(0, count, 16):
+        other = start + tl.arange(0, 16)
+        their_scores = tl.load(gathered + other, mask=other < count, other=float("-inf"))
+        their_masses = tl.load(gathered_masses + other, mask=other < count, other=0.0)
+        above = their_scores[:, None] > scores[None, :]
+        higher += tl.sum(above.to(tl.int32), 0)
+        mass_above += tl.sum(tl.where(above, their_masses[:, None], 0.0), 0)
+    usable = full & ((scores > edge) | everything)
+    kept = usable & ((k == 0) | (higher < k))
+    if k > 0:
+        total = tl.sum(tl.where(kept, masses, 0.0), 0)
+    mass = tl.sum(tl.where(usable, masses, 0.0), 0)
+    enough = everything | (floor > edge)
+    if k > 0:
+        enough = everything | (tl.sum(usable.to(tl.int32), 0) >= k)
+    elif p < 1.0:
+        enough = everything | (mass >= p * total)
+    kept = kept & (mass_above < tl.where(p < 1.0, p * total, float("inf")))
+    chosen, final = _drawn(kept, scores, masses, ids, floor, seed, choice, position, CUDA)
+    return enough, chosen, final
+
+
+@triton.jit
+def _among_many(  # type: ignore[no-untyped-def]
+    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, total, seed, choice, position,
+    CAP: tl.constexpr, CUDA: tl.constexpr
+):  # fmt: skip
+    """As `_among_few`, for up to CAP tokens: by bisection for thresholds."""
+    slot = tl.arange(0, CAP)
+    full = slot < count
+    scores = tl.load(gathered + slot, mask=full, other=float("-inf"))
+    masses = tl.load(gathered_masses + slot, mask=full, other=0.0)
+    ids = tl.load(gathered_ids + slot, mask=full, other=0)
+    keys = _key(scores)
+    usable = full & ((scores > edge) | everything)
+    weights = tl.where(usable, masses, 0.0)
+    threshold = tl.full((), LOWEST, tl.int32)
+    enough = everything | (floor > edge)
+    if k > 0:
+        enough = everything | (tl.sum(usable.to(tl.int32), 0) >= k)
+        threshold = _threshold(keys, tl.where(usable, 1.0, 0.0), tl.minimum(k, CAP).to(tl.float32))
+        weights = tl.where(keys >= threshold, weights, 0.0)
+        total = tl.sum(weights, 0)
+    elif p < 1.0:
+        enough = everything | (tl.sum(weights, 0) >= p * total)
+    if p < 1.0:
+        threshold = tl.maximum(threshold, _threshold(keys, weights, p * total))
+    kept = usable & (keys >= threshold)
+    chosen, final = _drawn(kept, scores, masses, ids, floor, seed, choice, position, CUDA)
+    return enough, chosen, final
+
+
+@triton.jit(do_not_specialize=["parts", *STRIDES], do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def filter_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
     mask: tl.tensor,
     maxima: tl.tensor,  # [rows, buckets]
     temperature: tl.tensor,  # [rows]; 0: greedy
@@ -296,282 +442,576 @@ def filter_kernel(
     sums: tl.tensor,  # [rows, parts], from `weigh_kernel`
     listed: tl.tensor,  # [rows, buckets] int32
     gathered: tl.tensor,  # [rows, CAP] float32
+    gathered_masses: tl.tensor,  # [rows, CAP] float32
     gathered_ids: tl.tensor,  # [rows, CAP] int32
     tokens: tl.tensor,  # [rows] int64, out: -1 where `draw` has to go over all logits
     bests: tl.tensor,  # [rows] float32, out: the largest logit
-    thresholds: tl.tensor,  # [rows] int32, out: key of the lowest score that stays
+    limits: tl.tensor,  # [rows] float32, out: the lowest logit that stays
     finals: tl.tensor,  # [rows] float32, out: the token's log-probability
+    lows: tl.tensor,  # [rows] float32, out: what is not above the limit, if `narrow` is to find it
+    highs: tl.tensor,  # [rows] float32, out: what is above the limit
+    targets: tl.tensor,  # [rows] float32, out: the mass of what is not below the limit; 0: not to be found
     vocabulary: tl.tensor,
     stride: tl.tensor,
+    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
     buckets: tl.tensor,
     parts: tl.tensor,  # 0: not weighed
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     BUCKETS: tl.constexpr,
     PARTS: tl.constexpr,
     CAP: tl.constexpr,
+    FEW: tl.constexpr,
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """Filters and samples one row among its gathered candidates, if these suffice; else leaves it to `draw`, with its threshold."""
+    """Filters and samples one row among its gathered candidates, if these suffice; else leaves it to `draw`, with its limit."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
+    changes += row * vocabulary
+    marks += row * mark_stride
     mask += row * mask_stride
     place = tl.arange(0, BUCKETS)
     largest = tl.load(maxima + row * buckets + place, mask=place < buckets, other=float("-inf"))
-    best = tl.max(largest, 0)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     floor = tl.load(floors + row)
+    best = tl.max(largest, 0)
     tl.store(bests + row, best)
-    tl.store(thresholds + row, LOWEST)
+    tl.store(limits + row, float("-inf"))
     tl.store(tokens + row, -1)
+    tl.store(targets + row, 0.0)
     if heat == 0.0:
-        chosen = _largest(logits, mask, largest, best, buckets, vocabulary, MASKED, BUCKETS)
+        chosen = _largest(
+            logits, changes, marks, mask, mark_stride, mask_stride, largest, best, buckets, vocabulary, CHANGED, BUCKETS
+        )
         tl.store(tokens + row, chosen.to(tl.int64))
         tl.store(finals + row, 0.0)
     elif (k > 0) | (p < 1.0) | (floor > float("-inf")):
-        wanted = tl.minimum(tl.maximum(2 * k, LEAST), CAP).to(tl.float32)
-        pivot = _threshold(_key(largest), tl.where(place < buckets, 1.0, 0.0), wanted)
+        wanted = tl.minimum(tl.where(k > 0, k + k // 4 + 16, LEAST), CAP).to(tl.int32)
+        filled = largest > float("-inf")
+        pivot, few = _pivot(largest, filled, best, wanted)
         gathered += row * CAP
+        gathered_masses += row * CAP
         gathered_ids += row * CAP
         listed += row * buckets
-        filled = (place < buckets) & (largest > float("-inf"))
-        chosen_buckets = filled & (_key(largest) >= pivot)
-        number = chosen_buckets.to(tl.int32)
-        tl.store(listed + tl.cumsum(number, 0) - number, place, mask=chosen_buckets)
-        few = tl.sum(number, 0)
+        number = (filled & (largest >= pivot)).to(tl.int32)
+        tl.store(listed + tl.cumsum(number, 0) - number, place, mask=number != 0)
         tl.debug_barrier()  # what other threads have listed is read next
         count, everything = _gather(
-            logits, mask, listed, few, best, heat, pivot, gathered, gathered_ids, vocabulary, MASKED, CAP, BLOCK
-        )
+            logits, changes, marks, mask, mark_stride, mask_stride, listed, few, best, heat, pivot, gathered,
+            gathered_masses, gathered_ids, vocabulary,
+            CHANGED, CAP, BLOCK,
+        )  # fmt: skip
         everything = everything & (few == tl.sum(filled.to(tl.int32), 0))
         tl.debug_barrier()  # and what they have gathered
-        # Of the gathered only those above the lowest count: what was left behind may tie with that.
-        slot = tl.arange(0, CAP)
-        full = slot < tl.minimum(count, CAP)
-        scores = tl.load(gathered + slot, mask=full, other=float("-inf"))
-        ids = tl.load(gathered_ids + slot, mask=full, other=0)
-        keys = _key(scores)
-        least = tl.min(tl.where(full, keys, 0x7FFFFFFF), 0)
-        usable = full & ((keys > least) | everything)
-        enough = count <= CAP
-        threshold = tl.full((), LOWEST, tl.int32)
-        weights = tl.where(usable, tl.exp(scores), 0.0)
+        # The highest score that what was left behind may have: rounded, it may tie with gathered ones.
+        edge = tl.div_rn(_value(_key(pivot) - 1) - best, heat)
         wanted_parts = tl.where((k == 0) & (p < 1.0), parts, 0)
         total = _weighed(peaks + row * parts, sums + row * parts, wanted_parts, best, heat, PARTS)
-        enough = enough & ((k > 0) | (p >= 1.0) | (parts > 0))
-        if k > 0:
-            enough = enough & (everything | (tl.sum(usable.to(tl.int32), 0) >= k))
-            threshold = _threshold(keys, tl.where(usable, 1.0, 0.0), tl.minimum(k, CAP).to(tl.float32))
-            weights = tl.where(keys >= threshold, weights, 0.0)
-            total = tl.sum(weights, 0)
-        if p < 1.0:
-            enough = enough & ((k > 0) | everything | (tl.sum(weights, 0) >= p * total))
-            threshold = tl.maximum(threshold, _threshold(keys, weights, p * total))
-        if (k == 0) & (p >= 1.0):
-            enough = enough & (everything | (_key(floor) > least))
+        seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
+        enough = (count <= CAP) & ((k > 0) | (p >= 1.0) | (parts > 0))
+        chosen, final = tl.zeros((), tl.int32), tl.zeros((), tl.float32)
         if enough:
-            kept = usable & (keys >= threshold) & (scores >= floor)
-            noise = gumbel_of_ids(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), ids, CUDA)
-            noisy = tl.where(kept, scores + noise, float("-inf"))
-            chosen = tl.min(tl.where(kept & (noisy == tl.max(noisy, 0)), ids, 0x7FFFFFFF), 0)
-            own = tl.max(tl.where(full & (ids == chosen), scores, float("-inf")), 0)
+            if count <= FEW:
+                enough, chosen, final = _among_few(
+                    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, total, seed, choice, position,
+                    FEW, CUDA,
+                )  # fmt: skip
+            else:
+                enough, chosen, final = _among_many(
+                    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, total, seed, choice, position,
+                    CAP, CUDA,
+                )  # fmt: skip
+        if enough:
             tl.store(tokens + row, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
-            tl.store(finals + row, own - tl.log(tl.sum(tl.where(kept, tl.exp(scores), 0.0), 0)))
+            tl.store(finals + row, final)
+        elif wanted_parts > 0:
+            # All tokens below `low` together have less than the mass that top-p leaves out; those above `pivot` have too little.
+            low = tl.log((1.0 - p) * total / vocabulary) - 0.01
+            tl.store(lows + row, best + tl.minimum(low, 0.0) * heat - 1e-6 * tl.abs(best))
+            tl.store(highs + row, tl.where(count <= CAP, pivot, _value(_key(best) + 1)))
+            tl.store(targets + row, p * total)
         else:
-            tl.store(thresholds + row, _far_limit(logits, mask, best, heat, k, p, vocabulary, MASKED, 2 * BLOCK))
+            least = _far_limit(
+                logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED, 2 * BLOCK
+            )
+            tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, _key(floor))))
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW)
-def draw_kernel(
+@triton.jit
+def _between(low, high, i):  # type: ignore[no-untyped-def]
+    """The i-th of PIVOTS numbers from `low` on, in equal distances; the last one is before `high`."""
+    return tl.where(i == 0, low, tl.where(i == PIVOTS, high, low + (high - low) * (i.to(tl.float32) / PIVOTS)))
+
+
+@triton.jit
+def _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers between which a row's limit is after some rounds of `narrow`. The lower one is -inf if all tokens stay."""
+    low, high, target = tl.load(lows + row), tl.load(highs + row), tl.load(targets + row)
+    part, pivot = tl.arange(0, PARTS), tl.arange(0, PIVOTS)
+    for i in range(rounds):
+        place = ((i * tl.num_programs(0) + row) * parts + part[:, None]) * PIVOTS + pivot[None, :]
+        masses = tl.sum(tl.load(sums + place, mask=part[:, None] < parts, other=0.0), 0)
+        found = tl.max(tl.where(masses >= target, pivot, -1), 0)
+        below, above = _between(low, high, tl.maximum(found, 0)), _between(low, high, tl.maximum(found, 0) + 1)
+        low, high = tl.where(found < 0, float("-inf"), below), tl.where(found < 0, low, above)
+        rounds = tl.where(found < 0, 0, rounds)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
+def narrow_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
     mask: tl.tensor,
     temperature: tl.tensor,
+    bests: tl.tensor,
+    lows: tl.tensor,  # [rows] float32, from `filter_kernel`
+    highs: tl.tensor,
+    targets: tl.tensor,
+    sums: tl.tensor,  # [rounds, rows, parts, PIVOTS] float32, out: mass that is not below each of PIVOTS numbers
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mark_stride: tl.tensor,
+    mask_stride: tl.tensor,
+    parts: tl.tensor,
+    rounds: tl.tensor,  # before this one
+    CHANGED: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    OWN: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """One round for OWN parts of one row, if its limit is to be found."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(targets + row) > 0.0:
+        low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
+        best, heat = tl.load(bests + row), tl.load(temperature + row)
+        pivot = tl.arange(0, PIVOTS)
+        pivots = _between(low, high, pivot)
+        logits += row * stride
+        changes += row * vocabulary
+        marks += row * mark_stride
+        mask += row * mask_stride
+        sums += (rounds * tl.num_programs(0) + row) * parts * PIVOTS
+        for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
+            column = part * SIZE + tl.arange(0, SIZE)
+            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
+            masses = nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
+            above = tl.where(values[None, :] >= pivots[:, None], masses[None, :], 0.0)
+            tl.store(sums + part * PIVOTS + pivot, tl.sum(above, 1))
+
+
+@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
+def list_between_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
+    mask: tl.tensor,
+    temperature: tl.tensor,
+    bests: tl.tensor,
+    lows: tl.tensor,
+    highs: tl.tensor,
+    targets: tl.tensor,
+    sums: tl.tensor,  # [rounds, rows, parts, PIVOTS] float32, from `narrow_kernel`
+    found: tl.tensor,  # [rows, parts, SLOTS] float32, out: logits between the numbers that rounds have found
+    counts: tl.tensor,  # [rows, parts] int32, out: how many
+    higher: tl.tensor,  # [rows, parts] float32, out: mass of those above
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mark_stride: tl.tensor,
+    mask_stride: tl.tensor,
+    parts: tl.tensor,
+    rounds: tl.tensor,
+    CHANGED: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    OWN: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """Lists what is left of OWN parts of one row, if its limit is to be found."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(targets + row) > 0.0:
+        low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
+        best, heat = tl.load(bests + row), tl.load(temperature + row)
+        logits += row * stride
+        changes += row * vocabulary
+        marks += row * mark_stride
+        mask += row * mask_stride
+        for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
+            column = part * SIZE + tl.arange(0, SIZE)
+            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
+            masses = nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
+            taken = (values >= low) & (values < high) & (values > float("-inf"))
+            number = taken.to(tl.int32)
+            to, place = tl.cumsum(number, 0) - number, row * parts + part
+            tl.store(found + place * SLOTS + to, values, mask=taken & (to < SLOTS))
+            tl.store(counts + place, tl.sum(number, 0))
+            tl.store(higher + place, tl.sum(tl.where(values >= high, masses, 0.0), 0))
+
+
+@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
+def finish_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
+    mask: tl.tensor,
+    temperature: tl.tensor,
+    top_p: tl.tensor,
     floors: tl.tensor,
+    bests: tl.tensor,
+    lows: tl.tensor,
+    highs: tl.tensor,
+    targets: tl.tensor,
+    sums: tl.tensor,
+    found: tl.tensor,  # [rows, parts, SLOTS] float32, from `list_between_kernel`
+    counts: tl.tensor,  # [rows, parts] int32
+    higher: tl.tensor,  # [rows, parts] float32
+    limits: tl.tensor,  # [rows] float32, out
+    vocabulary: tl.tensor,
+    stride: tl.tensor,
+    mark_stride: tl.tensor,
+    mask_stride: tl.tensor,
+    parts: tl.tensor,
+    rounds: tl.tensor,
+    CHANGED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CUDA: tl.constexpr,
+) -> None:
+    """Finds a row's limit among what is listed, if it is to be found."""
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + row)
+    if target > 0.0:
+        best, heat, floor = tl.load(bests + row), tl.load(temperature + row), tl.load(floors + row)
+        low, _ = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
+        part = tl.arange(0, PARTS)
+        numbers = tl.load(counts + row * parts + part, mask=part < parts, other=0)
+        least = tl.full((), LOWEST, tl.int32)
+        if tl.max(numbers, 0) > SLOTS:
+            p, k = tl.load(top_p + row), tl.zeros((), tl.int64)
+            logits += row * stride
+            changes += row * vocabulary
+            marks += row * mark_stride
+            mask += row * mask_stride
+            least = _far_limit(logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED, BLOCK)
+        elif low > float("-inf"):
+            above = tl.sum(tl.load(higher + row * parts + part, mask=part < parts, other=0.0), 0)
+            slot = tl.arange(0, PARTS * SLOTS)
+            inside = slot // SLOTS < parts
+            full = slot % SLOTS < tl.load(counts + row * parts + slot // SLOTS, mask=inside, other=0)
+            scores = tl.div_rn(tl.load(found + row * parts * SLOTS + slot, mask=full, other=float("-inf")) - best, heat)
+            masses = tl.where(full, tl.exp(scores), 0.0)
+            least = _key(tl.min(tl.where(full, scores, 0.0), 0))
+            least = tl.maximum(least, _threshold(_key(scores), masses, target - above))
+        tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, _key(floor))))
+
+
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=PER_ROW)
+def draw_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
+    mask: tl.tensor,
+    temperature: tl.tensor,
     seeds: tl.tensor,
     choices: tl.tensor,
     positions: tl.tensor,
     tokens: tl.tensor,  # [rows]: only rows with -1 are worked on
     bests: tl.tensor,
-    thresholds: tl.tensor,
-    noisiest: tl.tensor,  # [rows, programs] float32, out: the largest score plus noise
-    ids: tl.tensor,  # [rows, programs] int64, out: its token
-    scores_of: tl.tensor,  # [rows, programs] float32, out: its score without noise
+    limits: tl.tensor,
+    noisiest: tl.tensor,  # [rows, programs] float32, out: the largest score plus noise, off by less than NEARLY
+    ids: tl.tensor,  # [rows, programs] int32, out: its token; less VAGUE if others may have more
     sums: tl.tensor,  # [rows, programs] float32, out: sum of exp(score) of all that stay
     vocabulary: tl.tensor,
     stride: tl.tensor,
+    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """Draws among SIZE logits of one row by Gumbel noise, for rows that `filter` has not finished."""
+    """Draws among SIZE logits of one row by Gumbel noise, for rows that `filter` has not finished: those that the noise makes
+    largest, as far as it is known here."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if tl.load(tokens + row) < 0:
+        best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
         quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
-        noise = gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
         column = part * SIZE + tl.arange(0, SIZE)
-        allowed = _allowed(mask + row * mask_stride, column, column < vocabulary, MASKED)
-        values = _values(logits + row * stride, column, vocabulary, allowed, MASKED)
-        scores = tl.div_rn(values - tl.load(bests + row), tl.load(temperature + row))
-        kept = allowed & (_key(scores) >= tl.load(thresholds + row)) & (scores >= tl.load(floors + row))
+        changes += row * vocabulary
+        marks += row * mark_stride
+        mask += row * mask_stride
+        values = _values(
+            logits + row * stride, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED
+        )
+        noise = nearly_gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
+        scores = (values - best) * tl.div_rn(1.0, heat)
+        kept = values >= limit
         noisy = tl.where(kept, scores + noise, float("-inf"))
         largest = tl.max(noisy, 0)
-        chosen = tl.min(tl.where(noisy == largest, column, 0x7FFFFFFF), 0)
-        chosen = tl.minimum(chosen, vocabulary - 1)
+        near = noisy >= largest - 2 * NEARLY
+        chosen = tl.minimum(tl.min(tl.where(near, column, 0x7FFFFFFF), 0), vocabulary - 1)
+        others = (tl.sum(near.to(tl.int32), 0) > 1) & (largest > float("-inf"))
         place = row * tl.num_programs(1) + part
         tl.store(noisiest + place, largest)
-        tl.store(ids + place, chosen.to(tl.int64))
-        tl.store(scores_of + place, tl.max(tl.where(column == chosen, scores, float("-inf")), 0))
-        tl.store(sums + place, tl.sum(tl.where(kept, tl.exp(scores), 0.0), 0))
+        tl.store(ids + place, tl.where(others, chosen - VAGUE, chosen))
+        tl.store(sums + place, tl.sum(tl.where(kept, nearly_exp(scores, CUDA), 0.0), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "peaks", "masses", "logprobs"])
+@triton.jit
+def _exactly(  # type: ignore[no-untyped-def]
+    logits, changes, marks, mask, mark_stride, mask_stride, column, inside, best, heat, limit, seed, choice, position, CHANGED:
+    tl.constexpr, CUDA: tl.constexpr
+):  # fmt: skip
+    """Scores of some tokens, and these with noise, -inf where `limit` excludes them; both to the last bit."""
+    values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED)
+    scores = tl.div_rn(values - best, heat)
+    noisy = scores + gumbel_of_ids(seed, choice, position, column, CUDA)
+    return scores, tl.where(inside & (values >= limit), noisy, float("-inf"))
+
+
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=[*PER_ROW, "peaks", "masses", "logprobs"])
 def settle_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
+    changes: tl.tensor,
+    marks: tl.tensor,
+    mask: tl.tensor,
+    temperature: tl.tensor,
+    seeds: tl.tensor,
+    choices: tl.tensor,
+    positions: tl.tensor,
+    bests: tl.tensor,
+    limits: tl.tensor,
     peaks: tl.tensor,  # [rows, parts], from `survey_kernel`
     masses: tl.tensor,  # [rows, parts], from `survey_kernel`
     noisiest: tl.tensor,  # [rows, parts], from `draw_kernel`, for rows whose token is -1
     ids: tl.tensor,
-    scores_of: tl.tensor,
     sums: tl.tensor,
     tokens: tl.tensor,  # [rows] int64, in and out: -1 where the row's logits are NaN or infinite
     finals: tl.tensor,  # [rows] float32, in and out
     logprobs: tl.tensor,  # [rows] float32, out: NaN where the token is -1
+    vocabulary: tl.tensor,
     parts: tl.tensor,
     stride: tl.tensor,
+    mark_stride: tl.tensor,
+    mask_stride: tl.tensor,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CUDA: tl.constexpr,
 ) -> None:
     """Combines the parts of one row: its token, and the log-probabilities of that."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, SIZE)
     inside, place = part < parts, row * parts + part
     token = tl.load(tokens + row)
-    if token < 0:
-        noisy = tl.load(noisiest + place, mask=inside, other=float("-inf"))
-        best = tl.minimum(tl.argmax(noisy, 0), parts - 1)  # of NaNs none is the largest
-        token = tl.load(ids + row * parts + best)
-        total = tl.sum(tl.load(sums + place, mask=inside, other=0.0), 0)
-        tl.store(finals + row, tl.load(scores_of + row * parts + best) - tl.log(total))
     own = tl.load(peaks + place, mask=inside, other=float("-inf"))
     own += tl.log(tl.load(masses + place, mask=inside, other=1.0))
+    logits += row * stride
+    if token < 0:
+        changes += row * vocabulary
+        marks += row * mark_stride
+        mask += row * mask_stride
+        best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
+        seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
+        noisy = tl.load(noisiest + place, mask=inside, other=float("-inf"))
+        near = inside & (noisy >= tl.max(noisy, 0) - 2 * NEARLY)
+        column = tl.load(ids + place, mask=near, other=0)
+        vague = near & (column < 0)
+        column = tl.where(vague, 0, column)
+        scores, noisy = _exactly(
+            logits,
+            changes,
+            marks,
+            mask,
+            mark_stride,
+            mask_stride,
+            column,
+            near & ~vague,
+            best,
+            heat,
+            limit,
+            seed,
+            choice,
+            position,
+            CHANGED,
+            CUDA,
+        )
+        largest = tl.max(noisy, 0)
+        chosen = tl.min(tl.where(near & ~vague & (noisy == largest), column, 0x7FFFFFFF), 0)
+        score = tl.max(tl.where(column == chosen, scores, float("-inf")), 0)
+        # Where several tokens of a part may be the largest, all are compared: in about one part of ten thousand.
+        number = tl.sum(vague.to(tl.int32), 0)
+        while number > 0:
+            first = tl.min(tl.where(vague, part, parts), 0)
+            for start in range(0, SPLIT, SCANNED):
+                scanned = first * SPLIT + start + tl.arange(0, SCANNED)
+                their_scores, theirs = _exactly(
+                    logits, changes, marks, mask, mark_stride, mask_stride, scanned, scanned < vocabulary, best,
+                    heat, limit, seed, choice, position, CHANGED, CUDA,
+                )  # fmt: skip
+                most = tl.max(theirs, 0)
+                other = tl.min(tl.where(theirs == most, scanned, 0x7FFFFFFF), 0)
+                better = (most > largest) | ((most == largest) & (other < chosen))
+                score = tl.where(better, tl.max(tl.where(scanned == other, their_scores, float("-inf")), 0), score)
+                largest, chosen = tl.where(better, most, largest), tl.where(better, other, chosen)
+            vague = vague & (part != first)
+            number -= 1
+        token = tl.minimum(chosen, vocabulary - 1).to(tl.int64)
+        tl.store(finals + row, score - tl.log(tl.sum(tl.load(sums + place, mask=inside, other=0.0), 0)))
     peak = tl.max(own, 0)
     normalizer = peak + tl.log(tl.sum(tl.exp(own - peak), 0))
     normalizer = tl.where(tl.abs(normalizer) < float("inf"), normalizer, float("nan"))
-    tl.store(logprobs + row, tl.load(logits + row * stride + token) - normalizer)
+    tl.store(logprobs + row, tl.load(logits + token) - normalizer)
     tl.store(tokens + row, tl.where(normalizer == normalizer, token, -1))
 
 
 def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, weighed: bool = True) -> Sampled:
     """Samples one token for every row.
 
-    logits: [rows, vocabulary] float32, its last dimension dense; modified on the way if there are penalties, restored afterwards;
-    draws: of all rows, a temperature of 0 is greedy, typical_p is ignored; penalties: of as many rows, biases of distinct tokens;
-    mask: [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without it, rows that have top-p and no top-k are
-    slow.
+    logits: [rows, vocabulary] float32, its last dimension dense; draws: of all rows, a temperature of 0 is greedy, typical_p is
+    ignored; penalties: of as many rows, biases of distinct tokens; mask: [rows, words] int32, bit i of word w allows token
+    32 w + i; weighed: without it, rows that have top-p and no top-k are slow.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, SPLIT)
     device = logits.device
     peaks, sums = torch.empty(2, rows, parts, device=device).unbind()
     maxima = torch.empty(rows, parts * (SPLIT // 32), device=device)
-    masked, mask_stride = mask is not None, mask.stride(0) if mask is not None else 0
-    words = mask if mask is not None else logits
+    changes = mark(penalties, rows, vocabulary) if penalties is not None else None
+    given = _Given(logits, changes, mask)
     survey_kernel[(rows, parts)](
-        logits, words, maxima, peaks, sums, vocabulary, logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS,
-        enable_fp_fusion=False,
+        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
+        CUDA=on_nvidia(device), num_warps=SURVEY_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    saved = None
-    if penalties is not None:
-        saved = penalize_(logits, penalties)
-        for touched_rows, touched in ((penalties.rows, penalties.ids), (penalties.bias_rows, penalties.bias_ids)):
-            if len(touched):
-                renew_kernel[(triton.cdiv(len(touched), RENEWED),)](
-                    logits, words, maxima, touched_rows, touched, len(touched), vocabulary, logits.stride(0), mask_stride,
-                    maxima.shape[1], MASKED=masked, BLOCK=RENEWED, enable_fp_fusion=False,
-                )  # fmt: skip
-    tokens, finals, *drawn = _choose(logits, draws, mask, maxima, parts, weighed)
-    if penalties is not None and saved is not None:
-        restore_(logits, penalties, saved)
+    if changes is not None:
+        changes.apply(logits, mask, maxima)
+    tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
     settle_kernel[(rows,)](
-        logits, peaks, sums, *drawn, tokens, finals, logprobs, parts, logits.stride(0), SIZE=triton.next_power_of_2(parts),
-        num_warps=1, enable_fp_fusion=False,
+        *given.tensors, draws.temperature, draws.seeds, draws.choices, draws.positions, bests, limits, peaks, sums, *drawn, tokens,
+        finals, logprobs, vocabulary, parts, *given.strides, **given.constants, SIZE=triton.next_power_of_2(parts), SPLIT=SPLIT,
+        CUDA=on_nvidia(device), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
+    if changes is not None:
+        changes.clear(vocabulary)
     return Sampled(tokens, logprobs, finals)
 
 
-def _choose(logits: Tensor, draws: Draws, mask: Tensor | None, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
-    """Tokens and their log-probabilities, and, for rows whose token is -1, what `draw` has found in each part."""
-    rows, vocabulary = logits.shape
-    device = logits.device
-    masked, mask_stride = mask is not None, mask.stride(0) if mask is not None else 0
-    mask = mask if mask is not None else logits
+class _Given:
+    """Logits, what penalties have changed, and a grammar's mask, as kernels take them."""
+
+    def __init__(self, logits: Tensor, changes: Changes | None, mask: Tensor | None) -> None:
+        self.logits = logits
+        marks = changes.marks if changes is not None else mask if mask is not None else logits
+        self.tensors = logits, changes.tallies if changes is not None else marks, marks, mask if mask is not None else marks
+        self.strides = logits.stride(0), changes.words if changes is not None else 0, mask.stride(0) if mask is not None else 0
+        self.constants = {"CHANGED": changes is not None or mask is not None}
+
+
+def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
+    """Tokens and their log-probabilities; the largest logits and the lowest that stay; and, for rows whose token is -1, what
+    `draw` has found in each part."""
+    rows, vocabulary = given.logits.shape
+    device = given.logits.device
     peaks, masses = torch.empty(2, rows, parts, device=device).unbind()
     if weighed:
         weigh_kernel[(rows, parts)](
-            logits, mask, maxima, draws.temperature, draws.top_k, draws.top_p, peaks, masses, vocabulary, logits.stride(0),
-            mask_stride, MASKED=masked, SIZE=SPLIT, num_warps=WARPS, enable_fp_fusion=False,
+            *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, peaks, masses, vocabulary, *given.strides,
+            **given.constants, SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     listed = torch.empty(rows, maxima.shape[1], dtype=torch.int32, device=device)
-    gathered = torch.empty(rows, CAPACITY, device=device)
+    gathered, gathered_masses = torch.empty(2, rows, CAPACITY, device=device).unbind()
     gathered_ids = torch.empty(rows, CAPACITY, dtype=torch.int32, device=device)
-    tokens, thresholds = torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, dtype=torch.int32, device=device)
-    bests, finals = torch.empty(2, rows, device=device).unbind()
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    bests, limits, finals, *bracket = torch.empty(6, rows, device=device).unbind()
     floors = draws.min_p.log()
     keys = (draws.seeds, draws.choices, draws.positions)
-    cuda = on_nvidia(device)
     filter_kernel[(rows,)](
-        logits, mask, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed, gathered,
-        gathered_ids, tokens, bests, thresholds, finals, vocabulary, logits.stride(0), mask_stride, maxima.shape[1],
-        parts if weighed else 0, MASKED=masked, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
-        PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, LEAST=WANTED, BLOCK=AT_ONCE, CUDA=cuda, num_warps=WARPS,
-        enable_fp_fusion=False,
+        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed,
+        gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides,
+        maxima.shape[1], parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
+        PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
+        CUDA=on_nvidia(device), num_warps=FILTER_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    noisiest, scores, sums = torch.empty(3, rows, parts, device=device).unbind()
-    ids = torch.empty(rows, parts, dtype=torch.int64, device=device)
+    if weighed:
+        _narrow(given, draws, floors, bests, bracket, limits)
+    noisiest, sums = torch.empty(2, rows, parts, device=device).unbind()
+    ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
     draw_kernel[(rows, parts)](
-        logits, mask, draws.temperature, floors, *keys, tokens, bests, thresholds, noisiest, ids, scores, sums, vocabulary,
-        logits.stride(0), mask_stride, MASKED=masked, SIZE=SPLIT, CUDA=cuda, num_warps=WARPS, enable_fp_fusion=False,
+        *given.tensors, draws.temperature, *keys, tokens, bests, limits, noisiest, ids, sums, vocabulary, *given.strides,
+        **given.constants, SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=DRAW_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return tokens, finals, noisiest, ids, scores, sums
+    return tokens, finals, bests, limits, noisiest, ids, sums
+
+
+def _narrow(given: _Given, draws: Draws, floors: Tensor, bests: Tensor, bracket: Sequence[Tensor], limits: Tensor) -> None:
+    """Finds the `limits` of rows that `filter` has left to this, with what it knows in `bracket`."""
+    (rows, vocabulary), device = given.logits.shape, given.logits.device
+    parts = triton.cdiv(vocabulary, SPLIT)
+    sums = torch.empty(ROUNDS, rows, parts, PIVOTS.value, device=device)
+    found, higher = torch.empty(rows, parts, SLOTS.value, device=device), torch.empty(rows, parts, device=device)
+    counts = torch.empty(rows, parts, dtype=torch.int32, device=device)
+    known = (*given.tensors, draws.temperature, bests, *bracket, sums)
+    constants = {**given.constants, "PARTS": triton.next_power_of_2(parts), "CUDA": on_nvidia(device)}
+    grid = rows, triton.cdiv(parts, PARTS_AT_ONCE)
+    for i in range(ROUNDS):
+        narrow_kernel[grid](
+            *known, vocabulary, *given.strides, parts, i, **constants, SIZE=SPLIT, OWN=PARTS_AT_ONCE, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    list_between_kernel[grid](
+        *known, found, counts, higher, vocabulary, *given.strides, parts, ROUNDS, **constants, SIZE=SPLIT, OWN=PARTS_AT_ONCE,
+        num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    finish_kernel[(rows,)](
+        *given.tensors, draws.temperature, draws.top_p, floors, bests, *bracket, sums, found, counts, higher, limits, vocabulary,
+        *given.strides, parts, ROUNDS, **constants, BLOCK=2 * AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 _TYPES = {
-    "logits": "*fp32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32", "vocabulary": "i32:16",
-    "stride": "i32:16", "mask_stride": "i32", "rows": "*i64", "ids": "*i64", "entries": "i32", "temperature": "*fp32",
+    "logits": "*fp32", "changes": "*i32", "marks": "*i32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32",
+    "vocabulary": "i32:16", "stride": "i32:16", "mark_stride": "i32", "mask_stride": "i32", "temperature": "*fp32",
     "top_k": "*i64", "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
-    "gathered": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32", "thresholds": "*i32", "finals": "*fp32",
-    "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "scores_of": "*fp32", "masses": "*fp32", "logprobs": "*fp32",
-    "parts": "i32",
+    "gathered": "*fp32", "gathered_masses": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32",
+    "limits": "*fp32", "finals": "*fp32", "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "ids": "*i32",
+    "lows": "*fp32", "highs": "*fp32", "targets": "*fp32",
+    "found": "*fp32", "counts": "*i32", "higher": "*fp32", "rounds": "i32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
 }  # fmt: skip
 
 
 def compilations() -> list[Compilation]:
-    """With a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
-    split = {"MASKED": True, "SIZE": SPLIT}
-    few = {"MASKED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "LEAST": WANTED, "BLOCK": AT_ONCE}
+    """With penalties and a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
+    split, plain = {"CHANGED": True, "SIZE": SPLIT}, {"CHANGED": False, "SIZE": SPLIT}
+    few = {"CHANGED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
+    narrowed = {**split, "PARTS": 32, "OWN": PARTS_AT_ONCE}
     cases = [
-        ("survey", survey_kernel, {**split}, WARPS),
-        ("renew", renew_kernel, {"MASKED": True, "BLOCK": RENEWED}, 4),
+        ("survey", survey_kernel, split, SURVEY_WARPS),
+        ("survey plain", survey_kernel, plain, SURVEY_WARPS),
         ("weigh", weigh_kernel, split, WARPS),
-        ("filter", filter_kernel, {**few, "CUDA": True}, WARPS),
-        ("filter amd", filter_kernel, {**few, "CUDA": False}, WARPS),
-        ("filter 262144", filter_kernel, {**few, "CUDA": True, "BUCKETS": 8192}, WARPS),
-        ("filter 262144 amd", filter_kernel, {**few, "CUDA": False, "BUCKETS": 8192}, WARPS),
-        ("draw", draw_kernel, {**split, "CUDA": True}, WARPS),
-        ("draw amd", draw_kernel, {**split, "CUDA": False}, WARPS),
-        ("settle", settle_kernel, {"SIZE": 64}, 1),
+        ("filter", filter_kernel, few, FILTER_WARPS),
+        ("filter plain", filter_kernel, {**few, **plain}, FILTER_WARPS),
+        ("filter 262144", filter_kernel, {**few, "BUCKETS": 8192}, FILTER_WARPS),
+        ("narrow", narrow_kernel, narrowed, WARPS),
+        ("narrow plain", narrow_kernel, {**narrowed, **plain}, WARPS),
+        ("list between", list_between_kernel, narrowed, WARPS),
+        ("finish", finish_kernel, {**narrowed, "BLOCK": 2 * AT_ONCE}, WARPS),
+        ("draw", draw_kernel, split, DRAW_WARPS),
+        ("draw plain", draw_kernel, plain, DRAW_WARPS),
+        ("settle", settle_kernel, {**split, "SIZE": 64, "SPLIT": SPLIT}, 1),
     ]
     return [
         Compilation(
             kernel=kernel,
-            name=f"sampling {name}",
+            name=f"sampling {name}{f' {vendor}' if vendor else ''}",
             types=_TYPES,
-            constants=dict(constants),
+            constants={name: value for name, value in (constants | {"CUDA": not vendor}).items() if name in kernel.arg_names},
             warps=warps,
-            targets=(NVIDIA if constants["CUDA"] else AMD) if "CUDA" in constants else (),
+            targets=targets,
         )
         for name, kernel, constants, warps in cases
+        for vendor, targets in VENDORS.items()
     ]

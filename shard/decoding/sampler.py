@@ -104,6 +104,7 @@ def compile_kernels(vocabulary: int, device: torch.device) -> None:
     otherwise wait seconds for them."""
     logits = torch.zeros(1, vocabulary, device=device)
     row = Row(Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, bias=((0, 1.0),)), [0], 1, 0, top_n=1)
+    pick(logits, [Row(Sampling(temperature=1.0, top_p=0.9), [0], 1, 0)])
     pick(logits, [row])
     pick(logits, [row], torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
     continuations(logits, [0.0], [RowSet(0, 1, 2, 2)])

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from penstock.kernels import dispatch, fused_noise, fused_penalties, fused_sampling, logarithm, noise
 from penstock.kernels.dispatch import on_nvidia
-from penstock.kernels.fused_penalties import penalize_, restore_
+from penstock.kernels.fused_penalties import mark
 from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
 from penstock.shard.decoding.sampler import Row, pick
@@ -34,6 +34,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_sampling, "CAPACITY", 64)
     monkeypatch.setattr(fused_sampling, "WANTED", 16)
     monkeypatch.setattr(fused_sampling, "AT_ONCE", 64)
+    monkeypatch.setattr(fused_sampling, "FEW", 32)
 
 
 @triton.jit
@@ -190,6 +191,79 @@ def test_top_p_that_needs_more_mass_than_the_gathered_tokens_have(rng: random.Ra
     check_against_reference(sample(logits, parameters, None, None), logits, logits, parameters)
 
 
+@pytest.mark.parametrize("slots", [128, 4])
+@pytest.mark.parametrize("tied", [False, True])
+def test_top_p_that_reaches_far_into_a_row(slots: int, tied: bool, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many parts, beside rows that are soon done; with equal logits, and where more are left in the end than are listed."""
+    monkeypatch.setattr(fused_sampling, "SLOTS", tl.constexpr(slots))
+    fields = {
+        "top_p": [0.9, 0.99, 0.6, 1.0, 0.9999999, 0.95],
+        "min_p": [0.0, 1e-3, 0.0, 0.0, 0.0, 0.0],
+        "temperature": [1.0, 0.7, 2.0, 1.0, 1.0, 0.1],
+    }
+    rows, vocabulary = 6, 1300
+    logits = torch.randn(rows, vocabulary, device=DEVICE) * torch.tensor([[1.0], [2.0], [0.3], [1.0], [1.0], [1.0]], device=DEVICE)
+    if tied:
+        logits = (logits * 8).round() / 8
+    words = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32)), device=DEVICE).int()
+    penalties, parameters, ids = random_penalties(rows, vocabulary, rng), make_draws(rows, **fields), torch.arange(vocabulary)
+    for mask, own in ((None, None), (words, penalties)):
+        allowed = logits if own is None else penalized(logits, own)
+        if mask is not None:
+            allowed = allowed.masked_fill((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0, -torch.inf)
+        found = sample(logits, parameters, own, mask)
+        if not tied:
+            check_against_reference(found, logits, allowed, parameters)
+            continue
+        for row, (token, final) in enumerate(zip(found.tokens.tolist(), found.final.tolist(), strict=True)):
+            kept = kept_with_ties(allowed[row], parameters, row)
+            noisy = kept + noise.gumbel_all(parameters.seeds, parameters.choices, parameters.positions, vocabulary)[row]
+            assert token == noisy.argmax().item()
+            assert final == pytest.approx(kept.log_softmax(-1)[token].item(), abs=2e-5)
+
+
+def kept_with_ties(logits: Tensor, parameters: Draws, row: int) -> Tensor:
+    """Scores of a row, -inf for those that top-p and min-p leave out; all that tie at the edge of top-p stay."""
+    scores = (logits - logits.max()) / parameters.temperature[row]
+    ordered = scores.sort(descending=True).values
+    share = ordered.double().softmax(-1).cumsum(-1)
+    last = ordered[(share < parameters.top_p[row].double()).sum().clamp(max=len(ordered) - 1)]
+    last = last if parameters.top_p[row] < 1 else -torch.inf
+    return scores.masked_fill((scores < last) | (scores < parameters.min_p[row].log()), -torch.inf)
+
+
+@triton.jit
+def nearly_kernel(words, nearly, exactly, BLOCK: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = tl.load(words + place).to(tl.uint32)
+    tl.store(nearly + place, fused_noise.nearly_gumbel(own, CUDA))
+    tl.store(exactly + place, fused_noise.gumbel_of_words(own, CUDA))
+
+
+def test_noise_of_few_instructions_is_as_near_as_is_said(rng: random.Random) -> None:
+    """A third of the tolerance is left for scores."""
+    words = torch.cat((torch.arange(512), (1 << 32) - 1 - torch.arange(512), (1 << 28) - 512 + torch.arange(1024)))
+    words = torch.cat((words, torch.randint(0, 1 << 32, (14 * 1024,)), torch.randint(0, 1 << 20, (16 * 1024,)))).to(DEVICE)
+    nearly, exactly = torch.empty(2, len(words), device=DEVICE).unbind()
+    nearly_kernel[(32,)](words, nearly, exactly, BLOCK=1024, CUDA=on_nvidia(words.device), enable_fp_fusion=False)
+    assert (nearly - exactly).abs().max() < fused_noise.NEARLY.value * 2 / 3
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 300}, {"min_p": 1e-4}])
+def test_tokens_whose_noise_is_not_known_well_enough_are_compared_exactly(
+    filters: dict[str, float], rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the noise that all tokens get were off by 1: then most parts have several that may be the largest."""
+    rows, vocabulary = 12, 700
+    logits, parameters = torch.randn(rows, vocabulary, device=DEVICE), make_draws(rows, **filters)
+    logits[:, rng.randrange(vocabulary)] += 2
+    expected = sample(logits, parameters, None, None)
+    monkeypatch.setattr(fused_sampling, "NEARLY", tl.constexpr(1.0))
+    found = sample(logits, parameters, None, None)
+    assert found.tokens.equal(expected.tokens)
+    check_against_reference(found, logits, logits, parameters)
+
+
 def test_gathered_tokens_concentrated_in_few_buckets(rng: random.Random) -> None:
     """Of many buckets, some hold more of the gathered tokens than others."""
     rows, vocabulary = len(MIXED_FILTERS["top_k"]), 2500
@@ -251,13 +325,32 @@ def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penaltie
     )
 
 
-def test_penalties_are_applied_in_place_and_restored_exactly(rng: random.Random) -> None:
+def penalized(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Logits with those that Triton's penalties change. Checks that these leave nothing behind."""
+    rows, vocabulary = logits.shape
+    changes = mark(penalties, rows, vocabulary)
+    ids = torch.arange(vocabulary, device=DEVICE)
+    marked = (changes.marks[: rows * changes.words].view(rows, -1)[:, ids // 32] >> (ids % 32).int()) & 1 != 0
+    named = torch.zeros_like(marked)
+    named[penalties.rows, penalties.ids] = named[penalties.bias_rows, penalties.bias_ids] = True
+    assert marked.equal(named)
+    maxima = torch.full((rows, -(-vocabulary // 32) + 1), -torch.inf, device=DEVICE)
+    changes.apply(logits, None, maxima)
+    changed = changes.tallies[: rows * vocabulary].view(torch.float32).view(rows, vocabulary).clone()
+    padded = torch.full((rows, maxima.shape[1] * 32), -torch.inf, device=DEVICE)
+    padded[:, :vocabulary] = changed.masked_fill(~named, -torch.inf)
+    assert maxima.equal(padded.view(rows, -1, 32).amax(-1))
+    changes.clear(vocabulary)
+    for buffers in (fused_penalties._tallies, fused_penalties._marks, fused_penalties._biases):
+        assert not any(buffer.any() for buffer in buffers.values())
+    return torch.where(named, changed, logits)
+
+
+def test_penalties_match_the_reference_and_leave_nothing_behind(rng: random.Random) -> None:
     logits = torch.randn(4, 50, device=DEVICE)
     before, penalties = logits.clone(), random_penalties(4, 50, rng)
-    saved = penalize_(logits, penalties)
-    torch.testing.assert_close(logits, penalize(before, penalties), rtol=1e-6, atol=2e-6)
-    assert not any(tallies.any() for tallies in fused_penalties._tallies.values())
-    restore_(logits, penalties, saved)
+    found = penalized(logits, penalties)
+    torch.testing.assert_close(found, penalize(before, penalties), rtol=1e-6, atol=2e-6)
     assert logits.equal(before)
 
 
@@ -273,10 +366,8 @@ def test_failed_penalty_launch_leaves_no_counts_behind(rng: random.Random, monke
     with monkeypatch.context() as patch:
         patch.setattr(fused_penalties, "penalize_kernel", OutOfMemoryKernel())
         with pytest.raises(RuntimeError, match="out of memory"):
-            penalize_(logits, first)
-    expected = logits.clone()
-    penalize_(logits, penalties)
-    torch.testing.assert_close(logits, penalize(expected, penalties), rtol=1e-6, atol=2e-6)
+            penalized(logits, first)
+    torch.testing.assert_close(penalized(logits, penalties), penalize(logits, penalties), rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("vocabulary", [40, 203])
@@ -289,8 +380,7 @@ def test_penalties_with_grammar_masks_choose_the_reference_tokens(vocabulary: in
     before = logits.clone()
     ids = torch.arange(vocabulary, device=DEVICE)
     forbidden = (words[:, ids // 32] >> (ids % 32).int()) & 1 == 0
-    allowed = before.clone()
-    penalize_(allowed, penalties)
+    allowed = penalized(logits, penalties)
     found = sample(logits, parameters, penalties, words)
     check_against_reference(found, before, allowed.masked_fill(forbidden, -torch.inf), parameters)
     assert logits.equal(before)

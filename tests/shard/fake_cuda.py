@@ -510,7 +510,7 @@ def _survey(given: Any) -> None:
 
 def _filter(given: Any) -> None:
     given.bests.copy_(given.logits.amax(-1))
-    given.tokens.copy_((allow(given.logits, given.mask) if given.MASKED else given.logits).argmax(-1))
+    given.tokens.copy_((allow(given.logits, given.mask) if given.mask_stride else given.logits).argmax(-1))
     given.finals.fill_(-0.5)
 
 
