@@ -423,7 +423,7 @@ def test_one_plan_serves_layers_of_several_kinds() -> None:
         (4, False, False, [16]),
         (16, False, False, [64]),
         (40, False, False, [64]),
-        (64, False, False, [16, 64]),
+        (64, False, False, [64]),
         (4, True, False, [16]),
         (16, True, False, [16, 64]),
         (64, True, False, [16, 64, 128]),
