@@ -54,6 +54,7 @@ FEW = 256  # so many or fewer gathered logits are each compared with each other
 WARPS = 8
 SURVEY_WARPS = 8
 FILTER_WARPS = 8
+FILTER_REGISTERS = 0  # most registers of a thread of `filter`; 0: as the compiler likes. Beyond 128 one program fills an SM
 DRAW_WARPS = 8
 LOWEST = tl.constexpr(-0x80000000)
 PIVOTS = tl.constexpr(16)  # numbers that `narrow` compares each logit with
@@ -935,6 +936,7 @@ def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bo
         maxima.shape[1], parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
         PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
         CUDA=on_nvidia(device), num_warps=FILTER_WARPS, enable_fp_fusion=False,
+        **({"maxnreg": FILTER_REGISTERS} if FILTER_REGISTERS and on_nvidia(device) else {}),
     )  # fmt: skip
     if weighed:
         _narrow(given, draws, floors, bests, bracket, limits)
