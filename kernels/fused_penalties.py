@@ -139,12 +139,12 @@ def penalize_kernel(
     start, end = _range(rows, entries, row, BLOCK // 2)
     bias_start, bias_end = _range(bias_rows, biased, row, BLOCK // 2)
     base, top = start + bias_start, end + bias_end
-    any_bias = bias_end > bias_start
+    extra = tl.where(bias_end > bias_start, top, 0)  # slots before that have a bias, or 0
     if top > base:
         for first in range(base, top, BLOCK):
             slot = first + tl.arange(0, BLOCK)
             tl.store(counts + slot, 0, mask=slot < top)
-            tl.store(extras + slot, 0.0, mask=(slot < top) & any_bias)
+            tl.store(extras + slot, 0.0, mask=slot < extra)
         tl.debug_barrier()  # what other threads have written is read or changed next, here and below
         _mark(marks, ids, start, end, BLOCK)
         _mark(marks, bias_ids, bias_start, bias_end, BLOCK)
@@ -180,7 +180,7 @@ def penalize_kernel(
             value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
             value -= count * by_count
             value -= tl.where(count > 0, by_presence, 0.0)
-            value += tl.load(extras + slot, mask=inside & any_bias, other=0.0)
+            value += tl.load(extras + slot, mask=inside & (slot < extra), other=0.0)
             value = tl.where(value == 0.0, 0.0, value)
             tl.store(changes + slot, value, mask=inside)
             _raise(marks, mask, words, mask_stride, token, value, inside)

@@ -55,6 +55,7 @@ SURVEY_WARPS = 8
 FILTER_WARPS = 8
 FILTER_REGISTERS = 0  # most registers of a thread of `filter`; 0: as the compiler likes. Beyond 128 one program fills an SM
 DRAW_WARPS = 8
+DRAW_PARTS = 4  # parts of a program of `draw`: programs that find their row finished take time, too
 LOWEST = tl.constexpr(-0x80000000)
 PIVOTS = tl.constexpr(16)  # numbers that `narrow` compares each logit with
 SLOTS = tl.constexpr(128)  # most tokens that are listed for a part
@@ -64,7 +65,7 @@ VAGUE = tl.constexpr(1 << 30)  # more than there are tokens
 SCANNED = tl.constexpr(128)  # tokens that `settle` compares at once
 # Arguments with one number per row or program: their alignment depends on the number of rows, and doesn't matter.
 PER_ROW = [
-    "temperature", "top_k", "top_p", "floors", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
+    "temperature", "top_k", "top_p", "min_p", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
     "noisiest", "ids", "sums", "lows", "highs", "targets",
 ]  # fmt: skip
 
@@ -79,6 +80,13 @@ class Sampled:
     tokens: Tensor  # int64: -1 where a row's logits are NaN or infinite, so that nothing could be sampled
     logprobs: Tensor  # float32, under the model's own distribution; NaN where the token is -1
     final: Tensor  # float32, under the filtered distribution that was drawn from; greedy: 0
+
+
+@triton.jit
+def _floor(min_p, row):  # type: ignore[no-untyped-def]
+    """The lowest score that min-p keeps. The same as torch's logarithm on the device."""
+    share = tl.load(min_p + row)
+    return tl.where(share > 0.0, tl.log(tl.where(share > 0.0, share, 1.0)), float("-inf"))
 
 
 @triton.jit
@@ -427,7 +435,7 @@ def filter_kernel(
     temperature: tl.tensor,  # [rows]; 0: greedy
     top_k: tl.tensor,
     top_p: tl.tensor,
-    floors: tl.tensor,  # log(min_p)
+    min_p: tl.tensor,
     seeds: tl.tensor,
     choices: tl.tensor,
     positions: tl.tensor,
@@ -467,7 +475,7 @@ def filter_kernel(
     place = tl.arange(0, BUCKETS)
     largest = tl.load(maxima + row * buckets + place, mask=place < buckets, other=float("-inf"))
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
-    floor = tl.load(floors + row)
+    floor = _floor(min_p, row)
     best = tl.max(largest, 0)
     tl.store(bests + row, best)
     tl.store(limits + row, float("-inf"))
@@ -650,7 +658,7 @@ def finish_kernel(
     mask: tl.tensor,
     temperature: tl.tensor,
     top_p: tl.tensor,
-    floors: tl.tensor,
+    min_p: tl.tensor,
     bests: tl.tensor,
     lows: tl.tensor,
     highs: tl.tensor,
@@ -675,7 +683,7 @@ def finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     if target > 0.0:
-        best, heat, floor = tl.load(bests + row), tl.load(temperature + row), tl.load(floors + row)
+        best, heat, floor = tl.load(bests + row), tl.load(temperature + row), _floor(min_p, row)
         low, _ = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
         part = tl.arange(0, PARTS)
         numbers = tl.load(counts + row * parts + part, mask=part < parts, other=0)
@@ -698,7 +706,7 @@ def finish_kernel(
         tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
 
 
-@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=["parts", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def draw_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     changes: tl.tensor,
@@ -711,41 +719,44 @@ def draw_kernel(
     tokens: tl.tensor,  # [rows]: only rows with -1 are worked on
     bests: tl.tensor,
     limits: tl.tensor,
-    noisiest: tl.tensor,  # [rows, programs] float32, out: the largest score plus noise, off by less than NEARLY
-    ids: tl.tensor,  # [rows, programs] int32, out: its token; less VAGUE if others may have more
-    sums: tl.tensor,  # [rows, programs] float32, out: sum of exp(score) of all that stay
+    noisiest: tl.tensor,  # [rows, parts] float32, out: the largest score plus noise, off by less than NEARLY
+    ids: tl.tensor,  # [rows, parts] int32, out: its token; less VAGUE if others may have more
+    sums: tl.tensor,  # [rows, parts] float32, out: sum of exp(score) of all that stay
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
+    parts: tl.tensor,
     CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
+    OWN: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """Draws among SIZE logits of one row by Gumbel noise, for rows that `filter` has not finished: those that the noise makes
-    largest, as far as it is known here."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Draws among OWN parts of SIZE logits of a row by Gumbel noise, for rows that `filter` has not finished: those that the noise
+    makes largest, as far as it is known here."""
+    row = tl.program_id(0).to(tl.int64)
     if tl.load(tokens + row) < 0:
         best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
-        quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
-        column = part * SIZE + tl.arange(0, SIZE)
+        seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
+        logits += row * stride
         marks += row * mark_stride
         mask += row * mask_stride
-        values = _values(
-            logits + row * stride, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED
-        )
-        noise = nearly_gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
-        scores = (values - best) * tl.div_rn(1.0, heat)
-        kept = values >= limit
-        noisy = tl.where(kept, scores + noise, float("-inf"))
-        largest = tl.max(noisy, 0)
-        near = noisy >= largest - 2 * NEARLY
-        chosen = tl.minimum(tl.min(tl.where(near, column, 0x7FFFFFFF), 0), vocabulary - 1)
-        others = (tl.sum(near.to(tl.int32), 0) > 1) & (largest > float("-inf"))
-        place = row * tl.num_programs(1) + part
-        tl.store(noisiest + place, largest)
-        tl.store(ids + place, tl.where(others, chosen - VAGUE, chosen))
-        tl.store(sums + place, tl.sum(tl.where(kept, nearly_exp(scores, CUDA), 0.0), 0))
+        for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
+            quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
+            column = part * SIZE + tl.arange(0, SIZE)
+            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
+            noise = nearly_gumbel_of_quads(seed, choice, position, quads, CUDA)
+            scores = (values - best) * tl.div_rn(1.0, heat)
+            kept = values >= limit
+            noisy = tl.where(kept, scores + noise, float("-inf"))
+            largest = tl.max(noisy, 0)
+            near = noisy >= largest - 2 * NEARLY
+            chosen = tl.minimum(tl.min(tl.where(near, column, 0x7FFFFFFF), 0), vocabulary - 1)
+            others = (tl.sum(near.to(tl.int32), 0) > 1) & (largest > float("-inf"))
+            place = row * parts + part
+            tl.store(noisiest + place, largest)
+            tl.store(ids + place, tl.where(others, chosen - VAGUE, chosen))
+            tl.store(sums + place, tl.sum(tl.where(kept, nearly_exp(scores, CUDA), 0.0), 0))
 
 
 @triton.jit
@@ -914,10 +925,9 @@ def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bo
     gathered_ids = torch.empty(rows, CAPACITY, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     bests, limits, finals, *bracket = torch.empty(6, rows, device=device).unbind()
-    floors = draws.min_p.log()
     keys = (draws.seeds, draws.choices, draws.positions)
     filter_kernel[(rows,)](
-        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed,
+        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, draws.min_p, *keys, peaks, masses, listed,
         gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides,
         maxima.shape[1], parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
         PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
@@ -925,17 +935,17 @@ def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bo
         **({"maxnreg": FILTER_REGISTERS} if FILTER_REGISTERS and on_nvidia(device) else {}),
     )  # fmt: skip
     if weighed:
-        _narrow(given, draws, floors, bests, bracket, limits)
+        _narrow(given, draws, bests, bracket, limits)
     noisiest, sums = torch.empty(2, rows, parts, device=device).unbind()
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    draw_kernel[(rows, parts)](
-        *given.tensors, draws.temperature, *keys, tokens, bests, limits, noisiest, ids, sums, vocabulary, *given.strides,
-        **given.constants, SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=DRAW_WARPS, enable_fp_fusion=False,
+    draw_kernel[(rows, triton.cdiv(parts, DRAW_PARTS))](
+        *given.tensors, draws.temperature, *keys, tokens, bests, limits, noisiest, ids, sums, vocabulary, *given.strides, parts,
+        **given.constants, SIZE=SPLIT, OWN=DRAW_PARTS, CUDA=on_nvidia(device), num_warps=DRAW_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, finals, bests, limits, noisiest, ids, sums
 
 
-def _narrow(given: _Given, draws: Draws, floors: Tensor, bests: Tensor, bracket: Sequence[Tensor], limits: Tensor) -> None:
+def _narrow(given: _Given, draws: Draws, bests: Tensor, bracket: Sequence[Tensor], limits: Tensor) -> None:
     """Finds the `limits` of rows that `filter` has left to this, with what it knows in `bracket`."""
     (rows, vocabulary), device = given.logits.shape, given.logits.device
     parts = triton.cdiv(vocabulary, SPLIT)
@@ -955,15 +965,15 @@ def _narrow(given: _Given, draws: Draws, floors: Tensor, bests: Tensor, bracket:
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     finish_kernel[(rows,)](
-        *given.tensors, draws.temperature, draws.top_p, floors, bests, *bracket, sums, found, counts, higher, limits, vocabulary,
-        *given.strides, parts, ROUNDS, **constants, BLOCK=2 * AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
+        *given.tensors, draws.temperature, draws.top_p, draws.min_p, bests, *bracket, sums, found, counts, higher, limits,
+        vocabulary, *given.strides, parts, ROUNDS, **constants, BLOCK=2 * AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 _TYPES = {
     "logits": "*fp32", "changes": "*fp32", "marks": "*i32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32",
     "vocabulary": "i32:16", "stride": "i32:16", "mark_stride": "i32", "mask_stride": "i32", "temperature": "*fp32",
-    "top_k": "*i64", "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
+    "top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
     "gathered": "*fp32", "gathered_masses": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32",
     "limits": "*fp32", "finals": "*fp32", "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "ids": "*i32",
     "lows": "*fp32", "highs": "*fp32", "targets": "*fp32",
@@ -987,8 +997,8 @@ def compilations() -> list[Compilation]:
         ("narrow plain", narrow_kernel, {**narrowed, **plain}, WARPS),
         ("list between", list_between_kernel, narrowed, WARPS),
         ("finish", finish_kernel, {**narrowed, "BLOCK": 2 * AT_ONCE}, WARPS),
-        ("draw", draw_kernel, split, DRAW_WARPS),
-        ("draw plain", draw_kernel, plain, DRAW_WARPS),
+        ("draw", draw_kernel, {**split, "OWN": DRAW_PARTS}, DRAW_WARPS),
+        ("draw plain", draw_kernel, {**plain, "OWN": DRAW_PARTS}, DRAW_WARPS),
         ("settle", settle_kernel, {**split, "SIZE": 64, "SPLIT": SPLIT}, 1),
     ]
     return [

@@ -200,7 +200,6 @@ def test_all_tensors_of_a_step_are_on_the_device(activity: Activity, speculate: 
         "filter_kernel",
         "draw_kernel",
         "penalize_kernel",
-        "clear_kernel",
     }
     assert speculate or "copy_kernel" in names
     assert {dict(one.constants)["PARTS"] for one in activity.launches if one.kernel in ("product_kernel", "norm_kernel")} >= {1, 4}
