@@ -114,7 +114,7 @@ for more in ({}, {"softcap": 50.0}, {"window": 4096}, {"softcap": 50.0, "window"
     counts = [Counter(re.findall(r"^\\s+((?:fma|sub|mul|add)[.\\w]*f32)", body, re.MULTILINE)) for body in bodies]
     print("loops:", one.name, len(counts), all(found == counts[0] for found in counts), counts[0]["fma.rn.f32"] > 8)
 
-[one] = [one for one in kernels if one.name == "sampling draw"]
+[one] = [one for one in kernels if one.name == "noise all"]
 for fuse in (one.fuse, True):
     for target in compile.TARGETS:
         if target.gpu.backend == "cuda":
