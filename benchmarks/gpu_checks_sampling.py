@@ -84,7 +84,7 @@ def _asked(rows: int, vocabulary: int, chance: random.Random) -> tuple[Draws, Pe
     entries = 20 * rows
     bias_rows = torch.arange(0, rows, 2)
     penalties = Penalties(
-        rows=torch.randint(0, rows, (entries,)),
+        rows=torch.randint(0, rows, (entries,)).sort().values,
         ids=torch.randint(0, vocabulary, (entries,)),
         output=(torch.rand(entries) < 0.6).float(),
         repetition=torch.rand(rows) + 0.7,

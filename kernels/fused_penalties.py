@@ -5,17 +5,13 @@
     logit = logit - count * frequency - (count > 0) * presence              count: how often it is in the output
     logit = logit + bias
 
-A token that they name has a *mark*: bit i of word w of its row is token 32 w + i. Its new logit stands in a buffer as large as the
-logits, `Changes.logits`, where readers find it instead of the old one. So whoever reads all logits reads a thirty-second more, and
-nothing is to be restored.
+A token that they name has a *mark*: bit i of word w of its row is token 32 w + i. Its new logit stands beside the logits, in the
+*slot* that the number of marks before its own tells, where readers find it instead of the old one. So whoever reads all logits
+reads a thirty-second more; counts and new logits fill few cache lines; and nothing is kept or cleared from step to step.
 
-1. `tally_kernel` sets the marks, and counts each token's occurrences with atomics, in the place of its new logit. The occurrence
-   that sets a token's mark is its *owner*.
-2. `penalize_kernel`, once the largest logits of all buckets are known among those without a mark: each owner replaces its count
-   with the new logit, and raises its bucket's largest to that.
-3. `clear_kernel`: owners leave zeros, for the next use.
-
-A program takes ENTRIES occurrences of tokens.
+One program does all of this for a row, before anything else reads the logits: it sets marks with atomics, sums them up, counts
+occurrences by slot, and computes new logits. Where a token occurs several times, several threads write the same number. For every
+32 tokens it also keeps the largest new logit, so that a reader needs the single ones only where it needs single tokens.
 """
 
 from dataclasses import dataclass
@@ -28,207 +24,203 @@ from torch import Tensor
 from .compilation import Compilation
 from .sampling import LARGEST, Penalties
 
-ENTRIES = 256  # entries of `Penalties` per program
+ENTRIES = 2048  # entries of `Penalties` that a program works on at once
+WARPS = 8
 MOST = tl.constexpr(LARGEST)
+PLANES = tl.constexpr(3)  # of `marks`: marks, slots of each word's first mark, keys of the largest new logits
+NOTHING = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
-@triton.jit(do_not_specialize=["entries", "biased", "mask_stride"], do_not_specialize_on_alignment=["owners"])
-def tally_kernel(
-    marks: tl.tensor,  # [rows, words] int32, zero
-    tallies: tl.tensor,  # [rows, vocabulary] int32, zero; or float32 for biases
-    owners: tl.tensor,  # [entries] int8, out
-    rows: tl.tensor,  # [entries]
-    ids: tl.tensor,
-    numbers: tl.tensor,  # [entries] float32: 1 if that occurrence is counted, or a bias
-    entries: tl.tensor,
-    vocabulary: tl.tensor,
-    words: tl.tensor,
-    BIASES: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Marks tokens, and counts those in the output, or writes their biases down. BLOCK entries per program."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    row, token = tl.load(rows + entry, mask=inside, other=0), tl.load(ids + entry, mask=inside, other=0)
-    number = tl.load(numbers + entry, mask=inside, other=0.0)
-    bit = token % 32
-    before = tl.atomic_or(marks + row * words + token // 32, (1 << bit).to(tl.int32), mask=inside, sem="relaxed")
-    tl.store(owners + entry, 1 - ((before >> bit) & 1).to(tl.int8), mask=inside)
-    if BIASES:
-        tl.store(tallies + row * vocabulary + token, number, mask=inside)
-    else:
-        counted = number.to(tl.int32)
-        tl.atomic_add(tallies + row * vocabulary + token, counted, mask=inside & (counted != 0), sem="relaxed")
+@triton.jit
+def key_of(value):  # type: ignore[no-untyped-def]
+    """Integers in the order of the floats; both zeros map to one."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
-@triton.jit(do_not_specialize=["entries", "biased", "mask_stride"], do_not_specialize_on_alignment=["owners"])
+@triton.jit
+def value_of(key):  # type: ignore[no-untyped-def]
+    """The float of a `key_of`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ones(words):  # type: ignore[no-untyped-def]
+    """How many bits of each int32 are set. The compiler knows it as one instruction."""
+    bits = words.to(tl.uint32, bitcast=True)
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def slots(words, firsts, token):  # type: ignore[no-untyped-def]
+    """Where new logits of tokens with a mark stand. words: of `marks`; firsts: the slots of their first marks."""
+    return firsts + _ones(words & ~(-1 << (token % 32).to(tl.int32)))
+
+
+@triton.jit
+def _slots(marks, words, token, inside):  # type: ignore[no-untyped-def]
+    place = marks + token // 32
+    return slots(tl.load(place, mask=inside, other=0), tl.load(place + words, mask=inside, other=0), token)
+
+
+@triton.jit
+def _range(rows, entries, row, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the entries of a row begin and end, given the sorted rows of all entries."""
+    target = row + tl.arange(0, 2)
+    low, size = tl.zeros([2], tl.int32), tl.zeros([2], tl.int32) + entries
+    most = entries
+    while most > 0:  # each is in [low, low + size]; twice for a million entries
+        step = tl.maximum((size + BLOCK - 1) // BLOCK, 1)
+        place = tl.arange(0, BLOCK)[None, :] * step[:, None]
+        found = tl.load(rows + low[:, None] + place, mask=place < size[:, None], other=0x7FFFFFFF)
+        before = tl.sum((found < target[:, None]).to(tl.int32), 1)
+        skipped = tl.where(before > 0, (before - 1) * step + 1, 0)
+        size = tl.where(before > 0, tl.minimum(step - 1, size - skipped), 0)
+        low += skipped
+        most = tl.max(size, 0)
+    return tl.min(low, 0), tl.max(low, 0)
+
+
+@triton.jit
+def _mark(marks, ids, start, end, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sets the marks of some entries of a row."""
+    for first in range(start, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        token = tl.load(ids + entry, mask=entry < end, other=0)
+        tl.atomic_or(marks + token // 32, (1 << (token % 32)).to(tl.int32), mask=entry < end, sem="relaxed")
+
+
+@triton.jit
+def _raise(marks, mask, words, mask_stride, token, value, inside):  # type: ignore[no-untyped-def]
+    """Raises the largest of each 32 tokens to new logits of those that a grammar allows."""
+    allowed = tl.load(mask + token // 32, mask=inside & (token // 32 < mask_stride), other=-1)
+    inside = inside & (((allowed >> (token % 32).to(tl.int32)) & 1) != 0)
+    tl.atomic_max(marks + 2 * words + token // 32, key_of(value), mask=inside, sem="relaxed")
+
+
+@triton.jit(
+    do_not_specialize=["entries", "biased", "mask_stride"],
+    do_not_specialize_on_alignment=["extras", "rows", "ids", "output", "bias_rows", "bias_ids", "bias_values"],
+)
 def penalize_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     mask: tl.tensor,  # [rows, words] int32: what a grammar allows; unused with a stride of 0
-    maxima: tl.tensor,  # [rows, buckets] float32, in and out: the largest of every 32 allowed logits
-    tallies: tl.tensor,  # [rows, vocabulary] int32: counts; out: bits of the new logits
-    biases: tl.tensor,  # [rows, vocabulary] float32; unused if there are none
-    owners: tl.tensor,  # [entries] int8
-    rows: tl.tensor,
+    marks: tl.tensor,  # [rows, PLANES, words] int32, out
+    changes: tl.tensor,  # [entries + biases] float32, out: new logits by slots
+    counts: tl.tensor,  # [entries + biases] int32: room for counts
+    extras: tl.tensor,  # [entries + biases] float32: room for biases; unused if there are none
+    rows: tl.tensor,  # [entries], sorted
     ids: tl.tensor,
+    output: tl.tensor,  # [entries] float32: 1 if that occurrence is counted
+    bias_rows: tl.tensor,  # [biases], sorted
+    bias_ids: tl.tensor,
+    bias_values: tl.tensor,
     repetition: tl.tensor,  # [rows]
     frequency: tl.tensor,
     presence: tl.tensor,
     entries: tl.tensor,
-    vocabulary: tl.tensor,
+    biased: tl.tensor,  # how many biases
     stride: tl.tensor,
-    mask_stride: tl.tensor,
-    buckets: tl.tensor,
-    biased: tl.tensor,  # the vocabulary, or 0 if there are no biases
-    SEEN: tl.constexpr,  # whether these are occurrences, not biases of tokens that don't occur
-    BLOCK: tl.constexpr,
-) -> None:
-    """The new logit of each token, by its owner. BLOCK entries per program."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    owner = inside & (tl.load(owners + entry, mask=inside, other=0) != 0)
-    row, token = tl.load(rows + entry, mask=owner, other=0), tl.load(ids + entry, mask=owner, other=0)
-    place = row * vocabulary + token
-    value = tl.load(logits + row * stride + token, mask=owner, other=0.0)
-    if SEEN:
-        count = tl.load(tallies + place, mask=owner, other=0).to(tl.float32)
-        factor = tl.load(repetition + row, mask=owner, other=1.0)
-        value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
-        value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
-        value -= count * tl.load(frequency + row, mask=owner, other=0.0)
-        value -= tl.where(count > 0, tl.load(presence + row, mask=owner, other=0.0), 0.0)
-    value += tl.load(biases + place, mask=owner & (token < biased), other=0.0)
-    value = tl.where(value == 0.0, 0.0, value)  # of a zero with a sign atomics would make another number
-    tl.store(tallies + place, value.to(tl.int32, bitcast=True), mask=owner)
-    allowed = tl.load(mask + row * mask_stride + token // 32, mask=owner & (token // 32 < mask_stride), other=-1)
-    owner = owner & (((allowed >> (token % 32)) & 1) != 0)
-    tl.atomic_max(maxima + row * buckets + token // 32, value, mask=owner, sem="relaxed")
-
-
-@triton.jit(do_not_specialize=["entries", "biased", "mask_stride"], do_not_specialize_on_alignment=["owners"])
-def clear_kernel(
-    marks: tl.tensor,  # [rows, words] int32
-    tallies: tl.tensor,  # [rows, vocabulary] int32
-    biases: tl.tensor,  # [rows, vocabulary] float32; unused if there are none
-    owners: tl.tensor,  # [entries] int8
-    rows: tl.tensor,  # [entries]
-    ids: tl.tensor,
-    entries: tl.tensor,
-    vocabulary: tl.tensor,
     words: tl.tensor,
-    biased: tl.tensor,
+    mask_stride: tl.tensor,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Zeros all that BLOCK entries have written."""
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = entry < entries
-    owner = inside & (tl.load(owners + entry, mask=inside, other=0) != 0)
-    row, token = tl.load(rows + entry, mask=owner, other=0), tl.load(ids + entry, mask=owner, other=0)
-    tl.store(marks + row * words + token // 32, 0, mask=owner)
-    tl.store(tallies + row * vocabulary + token, 0, mask=owner)
-    tl.store(biases + row * vocabulary + token, 0.0, mask=owner & (token < biased))
-
-
-# Buffers of zeros, which every use leaves as zeros: making them anew would cost as much as reading the logits.
-_tallies: dict[torch.device, Tensor] = {}  # int32
-_marks: dict[torch.device, Tensor] = {}  # int32
-_biases: dict[torch.device, Tensor] = {}  # float32
-
-
-def _zeros(kept: dict[torch.device, Tensor], count: int, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Takes a buffer; to be put back once it holds zeros again. After a use that fails, e.g. out of memory, it may hold
-    anything."""
-    found = kept.pop(device, None)
-    return found if found is not None and len(found) >= count else torch.zeros(count, dtype=dtype, device=device)
+    """Marks, slots and new logits of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    mask += row * mask_stride
+    marks += row * PLANES * words
+    place = tl.arange(0, WORDS)
+    tl.store(marks + place, 0, mask=place < words)
+    tl.store(marks + 2 * words + place, NOTHING, mask=place < words)
+    start, end = _range(rows, entries, row, BLOCK // 2)
+    bias_start, bias_end = _range(bias_rows, biased, row, BLOCK // 2)
+    base, top = start + bias_start, end + bias_end
+    extra = tl.where(bias_end > bias_start, top, 0)  # slots before that have a bias, or 0
+    if top > base:
+        for first in range(base, top, BLOCK):
+            slot = first + tl.arange(0, BLOCK)
+            tl.store(counts + slot, 0, mask=slot < top)
+            tl.store(extras + slot, 0.0, mask=slot < extra)
+        tl.debug_barrier()  # what other threads have written is read or changed next, here and below
+        _mark(marks, ids, start, end, BLOCK)
+        _mark(marks, bias_ids, bias_start, bias_end, BLOCK)
+        tl.debug_barrier()
+        number = _ones(tl.load(marks + place, mask=place < words, other=0))
+        tl.store(marks + words + place, base + tl.cumsum(number, 0) - number, mask=place < words)
+        tl.debug_barrier()
+        factor, by_count, by_presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
+        if (by_count != 0.0) | (by_presence != 0.0):
+            for first in range(start, end, BLOCK):
+                entry = first + tl.arange(0, BLOCK)
+                counted = tl.load(output + entry, mask=entry < end, other=0.0).to(tl.int32)
+                token = tl.load(ids + entry, mask=entry < end, other=0)
+                slot = _slots(marks, words, token, entry < end)
+                tl.atomic_add(counts + slot, counted, mask=(entry < end) & (counted != 0), sem="relaxed")
+        for first in range(bias_start, bias_end, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0)
+            bias = tl.load(bias_values + entry, mask=entry < bias_end, other=0.0)
+            slot = _slots(marks, words, token, entry < bias_end)
+            value = tl.load(logits + token, mask=entry < bias_end, other=0.0) + bias
+            tl.store(extras + slot, bias, mask=entry < bias_end)
+            tl.store(changes + slot, tl.where(value == 0.0, 0.0, value), mask=entry < bias_end)
+        tl.debug_barrier()
+        for first in range(start, end, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            inside = entry < end
+            token = tl.load(ids + entry, mask=inside, other=0)
+            value = tl.load(logits + token, mask=inside, other=0.0)
+            slot = _slots(marks, words, token, inside)
+            count = tl.load(counts + slot, mask=inside, other=0).to(tl.float32)
+            value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
+            value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
+            value -= count * by_count
+            value -= tl.where(count > 0, by_presence, 0.0)
+            value += tl.load(extras + slot, mask=inside & (slot < extra), other=0.0)
+            value = tl.where(value == 0.0, 0.0, value)
+            tl.store(changes + slot, value, mask=inside)
+            _raise(marks, mask, words, mask_stride, token, value, inside)
+        tl.debug_barrier()
+        for first in range(bias_start, bias_end, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0)
+            value = tl.load(changes + _slots(marks, words, token, entry < bias_end), mask=entry < bias_end, other=0.0)
+            _raise(marks, mask, words, mask_stride, token, value, entry < bias_end)
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Logits that penalties and biases have changed. To be `clear`ed."""
+    """Logits that penalties and biases have changed."""
 
-    penalties: Penalties
-    words: int  # of a row's marks
-    marks: Tensor  # [rows * words] int32, or more
-    tallies: Tensor  # [rows * vocabulary] int32, or more: bits of the new logits of marked tokens; before `apply` their counts
-    biases: Tensor | None
-    owners: Tensor  # [entries + biases] int8
-
-    @property
-    def _biases(self) -> Tensor:
-        """Of biases, or if there are none, of anything."""
-        return self.biases if self.biases is not None else self.penalties.repetition
-
-    def apply(self, logits: Tensor, mask: Tensor | None, maxima: Tensor) -> None:
-        """Computes the new logits. maxima: [rows, buckets], the largest of every 32 tokens that `mask` allows and that have no
-        mark, raised to the new logits."""
-        given, entries = self.penalties, len(self.penalties.ids)
-        for rows, ids, owners, seen in (
-            (given.rows, given.ids, self.owners[:entries], True),
-            (given.bias_rows, given.bias_ids, self.owners[entries:], False),
-        ):
-            if len(ids):
-                penalize_kernel[(triton.cdiv(len(ids), ENTRIES),)](
-                    logits, mask if mask is not None else self.marks, maxima, self.tallies, self._biases, owners, rows, ids,
-                    given.repetition, given.frequency, given.presence, len(ids), logits.shape[1], logits.stride(0),
-                    mask.stride(0) if mask is not None else 0, maxima.shape[1],
-                    logits.shape[1] if self.biases is not None else 0, SEEN=seen, BLOCK=ENTRIES, enable_fp_fusion=False,
-                )  # fmt: skip
-
-    def clear(self, vocabulary: int) -> None:
-        """Leaves zeros in the buffers, and puts these back."""
-        given, entries = self.penalties, len(self.penalties.ids)
-        for rows, ids, owners in (
-            (given.rows, given.ids, self.owners[:entries]),
-            (given.bias_rows, given.bias_ids, self.owners[entries:]),
-        ):
-            if len(ids):
-                clear_kernel[(triton.cdiv(len(ids), ENTRIES),)](
-                    self.marks, self.tallies, self._biases, owners, rows, ids, len(ids), vocabulary, self.words,
-                    vocabulary if self.biases is not None else 0, BLOCK=ENTRIES, enable_fp_fusion=False,
-                )  # fmt: skip
-        device = self.marks.device
-        _marks[device], _tallies[device] = self.marks, self.tallies
-        if self.biases is not None:
-            _biases[device] = self.biases
+    marks: Tensor  # [rows, PLANES, words] int32: bits of tokens; the slot of each word's first token; key of its largest new logit
+    logits: Tensor  # [entries + biases] float32: the new ones by slots
 
 
-def mark(penalties: Penalties, rows: int, vocabulary: int) -> Changes:
-    """Marks all tokens that penalties or biases name, and counts them."""
-    device, words, entries, biased = penalties.ids.device, triton.cdiv(vocabulary, 32), len(penalties.ids), len(penalties.bias_ids)
-    marks, tallies = _zeros(_marks, rows * words, device), _zeros(_tallies, rows * vocabulary, device)
-    biases = _zeros(_biases, rows * vocabulary, device, torch.float32) if biased else None
-    owners = torch.empty(entries + biased, dtype=torch.int8, device=device)
-    if entries:
-        tally_kernel[(triton.cdiv(entries, ENTRIES),)](
-            marks, tallies, owners, penalties.rows, penalties.ids, penalties.output, entries, vocabulary, words, BIASES=False,
-            BLOCK=ENTRIES, enable_fp_fusion=False,
-        )  # fmt: skip
-    if biased:
-        tally_kernel[(triton.cdiv(biased, ENTRIES),)](
-            marks, biases, owners[entries:], penalties.bias_rows, penalties.bias_ids, penalties.bias_values, biased, vocabulary,
-            words, BIASES=True, BLOCK=ENTRIES, enable_fp_fusion=False,
-        )  # fmt: skip
-    return Changes(penalties, words, marks, tallies, biases, owners)
+def change(logits: Tensor, penalties: Penalties, mask: Tensor | None) -> Changes:
+    """Logits [rows, vocabulary] float32 that penalties and biases change. mask: as for `sampling.allow`; the largest new logits
+    are those of allowed tokens."""
+    entries, biased = len(penalties.ids), len(penalties.bias_ids)
+    words = triton.cdiv(logits.shape[1], 512) * 16
+    marks = torch.empty(len(logits), PLANES.value, words, dtype=torch.int32, device=logits.device)
+    changes, extras = torch.empty(2, entries + biased, device=logits.device).unbind()
+    penalize_kernel[(len(logits),)](
+        logits, mask if mask is not None else marks, marks, changes, torch.empty_like(changes, dtype=torch.int32), extras,
+        penalties.rows, penalties.ids, penalties.output, penalties.bias_rows, penalties.bias_ids, penalties.bias_values,
+        penalties.repetition, penalties.frequency, penalties.presence, entries, biased, logits.stride(0), words,
+        mask.stride(0) if mask is not None else 0, WORDS=triton.next_power_of_2(words), BLOCK=ENTRIES, num_warps=WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return Changes(marks, changes)
 
 
 def compilations() -> list[Compilation]:
-    """All three kernels."""
-    types = dict.fromkeys(("logits", "maxima", "numbers", "biases", "repetition", "frequency", "presence"), "*fp32")
-    types |= dict.fromkeys(("rows", "ids"), "*i64") | dict.fromkeys(("mask", "marks", "tallies"), "*i32") | {"owners": "*i8"}
-    types |= dict.fromkeys(("vocabulary", "stride", "buckets"), "i32:16") | dict.fromkeys(
-        ("words", "mask_stride", "entries", "biased"), "i32"
-    )
-    return [
-        Compilation(
-            kernel=kernel,
-            name=f"sampling {name}",
-            types=types | ({"tallies": "*fp32"} if constants.get("BIASES") else {}),
-            constants={"BLOCK": ENTRIES, **constants},
-        )
-        for name, kernel, constants in (
-            ("tally", tally_kernel, {"BIASES": False}),
-            ("tally biases", tally_kernel, {"BIASES": True}),
-            ("penalize", penalize_kernel, {"SEEN": True}),
-            ("clear", clear_kernel, {}),
-        )
-    ]
+    """For the vocabulary of Llama 3."""
+    types = dict.fromkeys(("logits", "changes", "extras", "output", "bias_values", "repetition", "frequency", "presence"), "*fp32")
+    types |= dict.fromkeys(("rows", "ids", "bias_rows", "bias_ids"), "*i64") | dict.fromkeys(("mask", "marks", "counts"), "*i32")
+    types |= dict.fromkeys(("stride", "words"), "i32:16") | dict.fromkeys(("mask_stride", "entries", "biased"), "i32")
+    constants: dict[str, object] = {"WORDS": 4096, "BLOCK": ENTRIES}
+    return [Compilation(kernel=penalize_kernel, name="sampling penalize", types=types, constants=constants, warps=WARPS)]

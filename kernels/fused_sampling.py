@@ -28,8 +28,7 @@ with a large top-k, or with too many tokens in between, finds it by bisection ov
 row. Such rows are drawn in one more pass over all tokens, as rows without filters are (`draw`). Exact noise takes 150 instructions,
 so there all tokens get noise that is off by a known bound, and only those that may be the largest are compared exactly (`settle`).
 
-Logits that penalties change stand beside the others (`fused_penalties`): the survey leaves them out, and they raise the buckets'
-maxima afterwards.
+Logits that penalties change stand beside the others (`fused_penalties`), which are worked out before the survey.
 """
 
 from collections.abc import Sequence
@@ -43,7 +42,7 @@ from torch import Tensor
 from .compilation import VENDORS, Compilation
 from .dispatch import on_nvidia
 from .fused_noise import NEARLY, gumbel_of_ids, nearly_exp, nearly_gumbel_of_quads
-from .fused_penalties import Changes, mark
+from .fused_penalties import NOTHING, PLANES, Changes, change, key_of, slots, value_of
 from .sampling import Draws, Penalties
 
 SPLIT = 4096  # logits per program of `survey`, `weigh` and `draw`
@@ -54,7 +53,9 @@ FEW = 256  # so many or fewer gathered logits are each compared with each other
 WARPS = 8
 SURVEY_WARPS = 8
 FILTER_WARPS = 8
+FILTER_REGISTERS = 0  # most registers of a thread of `filter`; 0: as the compiler likes. Beyond 128 one program fills an SM
 DRAW_WARPS = 8
+DRAW_PARTS = 4  # parts of a program of `draw`: programs that find their row finished take time, too
 LOWEST = tl.constexpr(-0x80000000)
 PIVOTS = tl.constexpr(16)  # numbers that `narrow` compares each logit with
 SLOTS = tl.constexpr(128)  # most tokens that are listed for a part
@@ -64,7 +65,7 @@ VAGUE = tl.constexpr(1 << 30)  # more than there are tokens
 SCANNED = tl.constexpr(128)  # tokens that `settle` compares at once
 # Arguments with one number per row or program: their alignment depends on the number of rows, and doesn't matter.
 PER_ROW = [
-    "temperature", "top_k", "top_p", "floors", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
+    "temperature", "top_k", "top_p", "min_p", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
     "noisiest", "ids", "sums", "lows", "highs", "targets",
 ]  # fmt: skip
 
@@ -82,10 +83,10 @@ class Sampled:
 
 
 @triton.jit
-def _key(value):  # type: ignore[no-untyped-def]
-    """Integers in the order of the floats; both zeros map to one."""
-    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _floor(min_p, row):  # type: ignore[no-untyped-def]
+    """The lowest score that min-p keeps. The same as torch's logarithm on the device."""
+    share = tl.load(min_p + row)
+    return tl.where(share > 0.0, tl.log(tl.where(share > 0.0, share, 1.0)), float("-inf"))
 
 
 @triton.jit
@@ -106,21 +107,17 @@ def _threshold(keys, weights, target):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _value(key):  # type: ignore[no-untyped-def]
-    """The float of a `_key`."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Logits of a row, changed ones in place of those that have a mark, and -inf for tokens that its grammar doesn't allow. Bit i
     of word w is token 32 w + i. Without CHANGED there are neither; and a stride of 0 says that these are not."""
     # Masked by its bits, each would be loaded alone, not four at a time.
     values = tl.load(logits + column, mask=inside, other=float("-inf"))
     if CHANGED:
-        words = tl.load(marks + column // 32, mask=inside & (column // 32 < mark_stride), other=0)
-        marked = inside & (((words >> (column % 32)) & 1) != 0)
-        values = tl.where(marked, tl.load(changes + column, mask=marked, other=0).to(tl.float32, bitcast=True), values)
+        some = inside & (column // 32 < mark_stride)
+        words = tl.load(marks + column // 32, mask=some, other=0)
+        firsts = tl.load(marks + mark_stride // PLANES + column // 32, mask=some, other=0)
+        marked = some & (((words >> (column % 32)) & 1) != 0)
+        values = tl.where(marked, tl.load(changes + slots(words, firsts, column), mask=marked, other=0.0), values)
         words = tl.load(mask + column // 32, mask=inside & (column // 32 < mask_stride), other=-1)
         values = tl.where(((words >> (column % 32)) & 1) != 0, values, float("-inf"))
     return values
@@ -129,7 +126,7 @@ def _values(logits, changes, marks, mask, mark_stride, mask_stride, column, insi
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    marks: tl.tensor,  # [rows, words] int32; unused with a stride of 0
+    marks: tl.tensor,  # [rows, PLANES, words] int32; unused with a stride of 0
     mask: tl.tensor,  # [rows, words] int32; unused with a stride of 0
     maxima: tl.tensor,  # [rows, 32 programs' maxima]
     peaks: tl.tensor,  # [rows, programs]
@@ -142,23 +139,28 @@ def survey_kernel(
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """Surveys SIZE logits of one row: their maximum, sum of exponentials, and bucket maxima of those without a mark."""
+    """Surveys SIZE logits of one row: their maximum and sum of exponentials; and the bucket maxima of allowed ones, new ones in
+    place of those with a mark."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
     values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
-    largest = tl.max(values, 1)
-    peak = tl.max(largest, 0)
+    if CHANGED:
+        allowed = tl.load(mask + row * mask_stride + places, mask=(places * 32 < vocabulary) & (places < mask_stride), other=-1)
+        some = (places * 32 < vocabulary) & (places < mark_stride)
+        marks += row * mark_stride + places
+        taken = allowed & ~tl.load(marks, mask=some, other=0)
+        changed = tl.load(marks + 2 * (mark_stride // PLANES), mask=some, other=NOTHING)
+        peak = tl.max(values)
+        bits = taken[:, None] & (1 << tl.arange(0, 32))[None, :]
+        largest = tl.maximum(tl.max(tl.where(bits != 0, values, float("-inf")), 1), value_of(changed))
+    else:
+        largest = tl.max(values, 1)
+        peak = tl.max(largest, 0)
     # Where all are -inf the difference would be NaN.
     sum_of_part = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
     tl.store(peaks + row * tl.num_programs(1) + part, peak)
     tl.store(sums + row * tl.num_programs(1) + part, sum_of_part)
-    if CHANGED:
-        inside = places * 32 < vocabulary
-        taken = tl.load(mask + row * mask_stride + places, mask=inside & (places < mask_stride), other=-1)
-        taken = taken & ~tl.load(marks + row * mark_stride + places, mask=inside & (places < mark_stride), other=0)
-        bits = (taken[:, None] >> tl.arange(0, 32)[None, :]) & 1
-        largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
     tl.store(maxima + row * tl.num_programs(1) * (SIZE // 32) + places, largest)
 
 
@@ -178,7 +180,7 @@ def _largest(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def weigh_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,  # [rows, vocabulary] int32: bits of logits that have a mark
+    changes: tl.tensor,  # new logits of those that have a mark, by slots
     marks: tl.tensor,
     mask: tl.tensor,
     maxima: tl.tensor,  # [rows, buckets]
@@ -202,7 +204,6 @@ def weigh_kernel(
         place = row * tl.num_programs(1) + part
         peak = tl.max(tl.load(maxima + place * (SIZE // 32) + tl.arange(0, SIZE // 32)), 0)
         column = part * SIZE + tl.arange(0, SIZE)
-        changes += row * vocabulary
         marks += row * mark_stride
         mask += row * mask_stride
         values = _values(
@@ -221,22 +222,22 @@ def _pivot(largest, filled, best, wanted):  # type: ignore[no-untyped-def]
 
     By bisection: first of what lies between numbers, which takes some seven steps; then of their bits, which takes 32 at most.
     """
-    low = _key(tl.min(tl.where(filled, largest, best), 0)).to(tl.int64)
-    high = _key(best).to(tl.int64)
+    low = key_of(tl.min(tl.where(filled, largest, best), 0)).to(tl.int64)
+    high = key_of(best).to(tl.int64)
     number = tl.sum(filled.to(tl.int32), 0)
     step = 0
     while (low < high) & (number > wanted + wanted // 2):
         middle = _middle(low, high)
         if step < 12:
-            between = _value(low.to(tl.int32)) * 0.5 + _value(high.to(tl.int32)) * 0.5
-            middle = tl.maximum(tl.minimum(_key(between).to(tl.int64), high), low + 1)
-        many = tl.sum((largest >= _value(middle.to(tl.int32))).to(tl.int32), 0)
+            between = value_of(low.to(tl.int32)) * 0.5 + value_of(high.to(tl.int32)) * 0.5
+            middle = tl.maximum(tl.minimum(key_of(between).to(tl.int64), high), low + 1)
+        many = tl.sum((largest >= value_of(middle.to(tl.int32))).to(tl.int32), 0)
         if many >= wanted:
             low, number = middle, many
         else:
             high = middle - 1
         step += 1
-    return _value(low.to(tl.int32)), number
+    return value_of(low.to(tl.int32)), number
 
 
 @triton.jit
@@ -283,7 +284,7 @@ def _weight_above(  # type: ignore[no-untyped-def]
         scores = tl.div_rn(values - best, heat)
         weights = tl.exp(scores) if MASSES else 1.0
         possible = values > float("-inf")
-        sums += tl.where(possible & (_key(scores).to(tl.int64) >= least), weights, 0.0)
+        sums += tl.where(possible & (key_of(scores).to(tl.int64) >= least), weights, 0.0)
     return tl.sum(sums, 0)
 
 
@@ -329,14 +330,14 @@ def _far_limit(  # type: ignore[no-untyped-def]
 @triton.jit
 def _lowest_logit(best, heat, least):  # type: ignore[no-untyped-def]
     """The lowest logit whose score has a key that is not below `least`: scores never fall where logits rise."""
-    low, high = tl.full((), -0x80000000, tl.int64), _key(best).to(tl.int64)
+    low, high = tl.full((), -0x80000000, tl.int64), key_of(best).to(tl.int64)
     for _ in range(33):
         middle = low + ((high - low) >> 1)
-        value = tl.maximum(_value(middle.to(tl.int32)), float("-inf"))  # there are NaNs below
-        enough = _key(tl.div_rn(value - best, heat)) >= least
+        value = tl.maximum(value_of(middle.to(tl.int32)), float("-inf"))  # there are NaNs below
+        enough = key_of(tl.div_rn(value - best, heat)) >= least
         low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
         low = tl.minimum(low, high)
-    return tl.maximum(_value(high.to(tl.int32)), float("-inf"))
+    return tl.maximum(value_of(high.to(tl.int32)), float("-inf"))
 
 
 @triton.jit
@@ -405,7 +406,7 @@ def _among_many(  # type: ignore[no-untyped-def]
     scores = tl.load(gathered + slot, mask=full, other=float("-inf"))
     masses = tl.load(gathered_masses + slot, mask=full, other=0.0)
     ids = tl.load(gathered_ids + slot, mask=full, other=0)
-    keys = _key(scores)
+    keys = key_of(scores)
     usable = full & ((scores > edge) | everything)
     weights = tl.where(usable, masses, 0.0)
     threshold = tl.full((), LOWEST, tl.int32)
@@ -434,7 +435,7 @@ def filter_kernel(
     temperature: tl.tensor,  # [rows]; 0: greedy
     top_k: tl.tensor,
     top_p: tl.tensor,
-    floors: tl.tensor,  # log(min_p)
+    min_p: tl.tensor,
     seeds: tl.tensor,
     choices: tl.tensor,
     positions: tl.tensor,
@@ -469,13 +470,12 @@ def filter_kernel(
     """Filters and samples one row among its gathered candidates, if these suffice; else leaves it to `draw`, with its limit."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    changes += row * vocabulary
     marks += row * mark_stride
     mask += row * mask_stride
     place = tl.arange(0, BUCKETS)
     largest = tl.load(maxima + row * buckets + place, mask=place < buckets, other=float("-inf"))
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
-    floor = tl.load(floors + row)
+    floor = _floor(min_p, row)
     best = tl.max(largest, 0)
     tl.store(bests + row, best)
     tl.store(limits + row, float("-inf"))
@@ -506,7 +506,7 @@ def filter_kernel(
         everything = everything & (few == tl.sum(filled.to(tl.int32), 0))
         tl.debug_barrier()  # and what they have gathered
         # The highest score that what was left behind may have: rounded, it may tie with gathered ones.
-        edge = tl.div_rn(_value(_key(pivot) - 1) - best, heat)
+        edge = tl.div_rn(value_of(key_of(pivot) - 1) - best, heat)
         wanted_parts = tl.where((k == 0) & (p < 1.0), parts, 0)
         total = _weighed(peaks + row * parts, sums + row * parts, wanted_parts, best, heat, PARTS)
         seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
@@ -530,13 +530,13 @@ def filter_kernel(
             # All tokens below `low` together have less than the mass that top-p leaves out; those above `pivot` have too little.
             low = tl.log((1.0 - p) * total / vocabulary) - 0.01
             tl.store(lows + row, best + tl.minimum(low, 0.0) * heat - 1e-6 * tl.abs(best))
-            tl.store(highs + row, tl.where(count <= CAP, pivot, _value(_key(best) + 1)))
+            tl.store(highs + row, tl.where(count <= CAP, pivot, value_of(key_of(best) + 1)))
             tl.store(targets + row, p * total)
         else:
             least = _far_limit(
                 logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED, 2 * BLOCK
             )
-            tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, _key(floor))))
+            tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
 
 
 @triton.jit
@@ -592,7 +592,6 @@ def narrow_kernel(
         pivot = tl.arange(0, PIVOTS)
         pivots = _between(low, high, pivot)
         logits += row * stride
-        changes += row * vocabulary
         marks += row * mark_stride
         mask += row * mask_stride
         sums += (rounds * tl.num_programs(0) + row) * parts * PIVOTS
@@ -637,7 +636,6 @@ def list_between_kernel(
         low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
         best, heat = tl.load(bests + row), tl.load(temperature + row)
         logits += row * stride
-        changes += row * vocabulary
         marks += row * mark_stride
         mask += row * mask_stride
         for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
@@ -660,7 +658,7 @@ def finish_kernel(
     mask: tl.tensor,
     temperature: tl.tensor,
     top_p: tl.tensor,
-    floors: tl.tensor,
+    min_p: tl.tensor,
     bests: tl.tensor,
     lows: tl.tensor,
     highs: tl.tensor,
@@ -685,7 +683,7 @@ def finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     if target > 0.0:
-        best, heat, floor = tl.load(bests + row), tl.load(temperature + row), tl.load(floors + row)
+        best, heat, floor = tl.load(bests + row), tl.load(temperature + row), _floor(min_p, row)
         low, _ = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
         part = tl.arange(0, PARTS)
         numbers = tl.load(counts + row * parts + part, mask=part < parts, other=0)
@@ -693,7 +691,6 @@ def finish_kernel(
         if tl.max(numbers, 0) > SLOTS:
             p, k = tl.load(top_p + row), tl.zeros((), tl.int64)
             logits += row * stride
-            changes += row * vocabulary
             marks += row * mark_stride
             mask += row * mask_stride
             least = _far_limit(logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED, BLOCK)
@@ -704,12 +701,12 @@ def finish_kernel(
             full = slot % SLOTS < tl.load(counts + row * parts + slot // SLOTS, mask=inside, other=0)
             scores = tl.div_rn(tl.load(found + row * parts * SLOTS + slot, mask=full, other=float("-inf")) - best, heat)
             masses = tl.where(full, tl.exp(scores), 0.0)
-            least = _key(tl.min(tl.where(full, scores, 0.0), 0))
-            least = tl.maximum(least, _threshold(_key(scores), masses, target - above))
-        tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, _key(floor))))
+            least = key_of(tl.min(tl.where(full, scores, 0.0), 0))
+            least = tl.maximum(least, _threshold(key_of(scores), masses, target - above))
+        tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
 
 
-@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=PER_ROW)
+@triton.jit(do_not_specialize=["parts", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def draw_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
     changes: tl.tensor,
@@ -722,42 +719,44 @@ def draw_kernel(
     tokens: tl.tensor,  # [rows]: only rows with -1 are worked on
     bests: tl.tensor,
     limits: tl.tensor,
-    noisiest: tl.tensor,  # [rows, programs] float32, out: the largest score plus noise, off by less than NEARLY
-    ids: tl.tensor,  # [rows, programs] int32, out: its token; less VAGUE if others may have more
-    sums: tl.tensor,  # [rows, programs] float32, out: sum of exp(score) of all that stay
+    noisiest: tl.tensor,  # [rows, parts] float32, out: the largest score plus noise, off by less than NEARLY
+    ids: tl.tensor,  # [rows, parts] int32, out: its token; less VAGUE if others may have more
+    sums: tl.tensor,  # [rows, parts] float32, out: sum of exp(score) of all that stay
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
+    parts: tl.tensor,
     CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
+    OWN: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """Draws among SIZE logits of one row by Gumbel noise, for rows that `filter` has not finished: those that the noise makes
-    largest, as far as it is known here."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Draws among OWN parts of SIZE logits of a row by Gumbel noise, for rows that `filter` has not finished: those that the noise
+    makes largest, as far as it is known here."""
+    row = tl.program_id(0).to(tl.int64)
     if tl.load(tokens + row) < 0:
         best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
-        quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
-        column = part * SIZE + tl.arange(0, SIZE)
-        changes += row * vocabulary
+        seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
+        logits += row * stride
         marks += row * mark_stride
         mask += row * mask_stride
-        values = _values(
-            logits + row * stride, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED
-        )
-        noise = nearly_gumbel_of_quads(tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row), quads, CUDA)
-        scores = (values - best) * tl.div_rn(1.0, heat)
-        kept = values >= limit
-        noisy = tl.where(kept, scores + noise, float("-inf"))
-        largest = tl.max(noisy, 0)
-        near = noisy >= largest - 2 * NEARLY
-        chosen = tl.minimum(tl.min(tl.where(near, column, 0x7FFFFFFF), 0), vocabulary - 1)
-        others = (tl.sum(near.to(tl.int32), 0) > 1) & (largest > float("-inf"))
-        place = row * tl.num_programs(1) + part
-        tl.store(noisiest + place, largest)
-        tl.store(ids + place, tl.where(others, chosen - VAGUE, chosen))
-        tl.store(sums + place, tl.sum(tl.where(kept, nearly_exp(scores, CUDA), 0.0), 0))
+        for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
+            quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
+            column = part * SIZE + tl.arange(0, SIZE)
+            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
+            noise = nearly_gumbel_of_quads(seed, choice, position, quads, CUDA)
+            scores = (values - best) * tl.div_rn(1.0, heat)
+            kept = values >= limit
+            noisy = tl.where(kept, scores + noise, float("-inf"))
+            largest = tl.max(noisy, 0)
+            near = noisy >= largest - 2 * NEARLY
+            chosen = tl.minimum(tl.min(tl.where(near, column, 0x7FFFFFFF), 0), vocabulary - 1)
+            others = (tl.sum(near.to(tl.int32), 0) > 1) & (largest > float("-inf"))
+            place = row * parts + part
+            tl.store(noisiest + place, largest)
+            tl.store(ids + place, tl.where(others, chosen - VAGUE, chosen))
+            tl.store(sums + place, tl.sum(tl.where(kept, nearly_exp(scores, CUDA), 0.0), 0))
 
 
 @triton.jit
@@ -811,7 +810,6 @@ def settle_kernel(
     own += tl.log(tl.load(masses + place, mask=inside, other=1.0))
     logits += row * stride
     if token < 0:
-        changes += row * vocabulary
         marks += row * mark_stride
         mask += row * mask_stride
         best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
@@ -880,14 +878,12 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     device = logits.device
     peaks, sums = torch.empty(2, rows, parts, device=device).unbind()
     maxima = torch.empty(rows, parts * (SPLIT // 32), device=device)
-    changes = mark(penalties, rows, vocabulary) if penalties is not None else None
+    changes = change(logits, penalties, mask) if penalties is not None else None
     given = _Given(logits, changes, mask)
     survey_kernel[(rows, parts)](
         logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
         CUDA=on_nvidia(device), num_warps=SURVEY_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    if changes is not None:
-        changes.apply(logits, mask, maxima)
     tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
     settle_kernel[(rows,)](
@@ -895,8 +891,6 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
         finals, logprobs, vocabulary, parts, *given.strides, **given.constants, SIZE=triton.next_power_of_2(parts), SPLIT=SPLIT,
         CUDA=on_nvidia(device), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    if changes is not None:
-        changes.clear(vocabulary)
     return Sampled(tokens, logprobs, finals)
 
 
@@ -906,8 +900,12 @@ class _Given:
     def __init__(self, logits: Tensor, changes: Changes | None, mask: Tensor | None) -> None:
         self.logits = logits
         marks = changes.marks if changes is not None else mask if mask is not None else logits
-        self.tensors = logits, changes.tallies if changes is not None else marks, marks, mask if mask is not None else marks
-        self.strides = logits.stride(0), changes.words if changes is not None else 0, mask.stride(0) if mask is not None else 0
+        self.tensors = logits, changes.logits if changes is not None else logits, marks, mask if mask is not None else marks
+        self.strides = (
+            logits.stride(0),
+            changes.marks.stride(0) if changes is not None else 0,
+            mask.stride(0) if mask is not None else 0,
+        )
         self.constants = {"CHANGED": changes is not None or mask is not None}
 
 
@@ -927,27 +925,27 @@ def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bo
     gathered_ids = torch.empty(rows, CAPACITY, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     bests, limits, finals, *bracket = torch.empty(6, rows, device=device).unbind()
-    floors = draws.min_p.log()
     keys = (draws.seeds, draws.choices, draws.positions)
     filter_kernel[(rows,)](
-        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, floors, *keys, peaks, masses, listed,
+        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, draws.min_p, *keys, peaks, masses, listed,
         gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides,
         maxima.shape[1], parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
         PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
         CUDA=on_nvidia(device), num_warps=FILTER_WARPS, enable_fp_fusion=False,
+        **({"maxnreg": FILTER_REGISTERS} if FILTER_REGISTERS and on_nvidia(device) else {}),
     )  # fmt: skip
     if weighed:
-        _narrow(given, draws, floors, bests, bracket, limits)
+        _narrow(given, draws, bests, bracket, limits)
     noisiest, sums = torch.empty(2, rows, parts, device=device).unbind()
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    draw_kernel[(rows, parts)](
-        *given.tensors, draws.temperature, *keys, tokens, bests, limits, noisiest, ids, sums, vocabulary, *given.strides,
-        **given.constants, SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=DRAW_WARPS, enable_fp_fusion=False,
+    draw_kernel[(rows, triton.cdiv(parts, DRAW_PARTS))](
+        *given.tensors, draws.temperature, *keys, tokens, bests, limits, noisiest, ids, sums, vocabulary, *given.strides, parts,
+        **given.constants, SIZE=SPLIT, OWN=DRAW_PARTS, CUDA=on_nvidia(device), num_warps=DRAW_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, finals, bests, limits, noisiest, ids, sums
 
 
-def _narrow(given: _Given, draws: Draws, floors: Tensor, bests: Tensor, bracket: Sequence[Tensor], limits: Tensor) -> None:
+def _narrow(given: _Given, draws: Draws, bests: Tensor, bracket: Sequence[Tensor], limits: Tensor) -> None:
     """Finds the `limits` of rows that `filter` has left to this, with what it knows in `bracket`."""
     (rows, vocabulary), device = given.logits.shape, given.logits.device
     parts = triton.cdiv(vocabulary, SPLIT)
@@ -967,15 +965,15 @@ def _narrow(given: _Given, draws: Draws, floors: Tensor, bests: Tensor, bracket:
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     finish_kernel[(rows,)](
-        *given.tensors, draws.temperature, draws.top_p, floors, bests, *bracket, sums, found, counts, higher, limits, vocabulary,
-        *given.strides, parts, ROUNDS, **constants, BLOCK=2 * AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
+        *given.tensors, draws.temperature, draws.top_p, draws.min_p, bests, *bracket, sums, found, counts, higher, limits,
+        vocabulary, *given.strides, parts, ROUNDS, **constants, BLOCK=2 * AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 _TYPES = {
-    "logits": "*fp32", "changes": "*i32", "marks": "*i32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32",
+    "logits": "*fp32", "changes": "*fp32", "marks": "*i32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32",
     "vocabulary": "i32:16", "stride": "i32:16", "mark_stride": "i32", "mask_stride": "i32", "temperature": "*fp32",
-    "top_k": "*i64", "top_p": "*fp32", "floors": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
+    "top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
     "gathered": "*fp32", "gathered_masses": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32",
     "limits": "*fp32", "finals": "*fp32", "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "ids": "*i32",
     "lows": "*fp32", "highs": "*fp32", "targets": "*fp32",
@@ -999,8 +997,8 @@ def compilations() -> list[Compilation]:
         ("narrow plain", narrow_kernel, {**narrowed, **plain}, WARPS),
         ("list between", list_between_kernel, narrowed, WARPS),
         ("finish", finish_kernel, {**narrowed, "BLOCK": 2 * AT_ONCE}, WARPS),
-        ("draw", draw_kernel, split, DRAW_WARPS),
-        ("draw plain", draw_kernel, plain, DRAW_WARPS),
+        ("draw", draw_kernel, {**split, "OWN": DRAW_PARTS}, DRAW_WARPS),
+        ("draw plain", draw_kernel, {**plain, "OWN": DRAW_PARTS}, DRAW_WARPS),
         ("settle", settle_kernel, {**split, "SIZE": 64, "SPLIT": SPLIT}, 1),
     ]
     return [

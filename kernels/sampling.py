@@ -21,7 +21,7 @@ LARGEST = torch.finfo(torch.float32).max
 @dataclass(frozen=True, slots=True)
 class Penalties:
     """Penalties and logit biases of the rows that have any. Counts are columnar: entry i is an occurrence of token `ids[i]` in row
-    `rows[i]`."""
+    `rows[i]`. Both kinds of entries are in the order of rows."""
 
     rows: Tensor  # [entries] int64: index into the rows of this object
     ids: Tensor  # [entries] int64

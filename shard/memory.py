@@ -34,8 +34,6 @@ UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of the system's
 REMEDY = "should memory run out, give a smaller --kv-pages"
 # Sampling parameters that use every feature of the sampler that takes memory.
 GREEDIEST = Sampling(temperature=1.0, top_p=0.999999, typical_p=0.99, repetition_penalty=1.1, bias=((0, 1.0),), final_logprobs=True)
-# The same without features that only the plain sampler has: what the Triton sampler allocates for penalties is kept from then on.
-KEEPING = replace(GREEDIEST, typical_p=1.0, final_logprobs=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,7 @@ def _together(engine: Engine, sequences: int, fraction: float) -> int:
 def _sample(engine: Engine, tokens: int, rows: int, most: int, total: int) -> Measured:
     """Measures a step like the largest one, of at most `most` prompts. A tiny one runs before it: first-use initialization takes
     much longer than the step. On an accelerator several sizes run before, since kernels are compiled per size, and at last the step
-    itself, with either sampler. total: tokens of the longest sequence."""
+    itself. total: tokens of the longest sequence."""
     sample = tokens if engine.device.type == "cuda" else min(tokens, SAMPLE_TOKENS)
     longest = engine.decoder.shape.max_positions
     rows = -(-rows * sample // tokens)  # as many per token as the largest step has, and at least one
@@ -214,7 +212,7 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int, total: int) -> Me
         first += [([1 << power], 1, GREEDIEST) for power in range(1, min(tokens, longest).bit_length())]
         _run_selecting(engine)
         _compile_expanded(engine, total)
-        first += [(lengths, choices, KEEPING), (lengths, choices, GREEDIEST)]
+        first.append((lengths, choices, GREEDIEST))
     for few, drawn, sampling in first:
         _make_room(engine, few, drawn)
         _run(engine, few, drawn, sampling)

@@ -101,7 +101,7 @@ for one in kernels:
             accesses = [word for word in accesses if word != "ld.global"]
         print("early:", one.name, launches, "st.global" in after, accesses)
     if one.name in ("sampling draw", "sampling weigh"):
-        print("vector loads:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
+        print("vector loads:", one.constants["CHANGED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
     if one.name in ("product down 16", "product vocabulary 32", "product output 64", "product gated 16"):
         code = compile._compiled(one, hopper).asm["ptx"]
         print("wgmma:", "wgmma.mma_async" in code, "mma.sync" in code, "cp.async.cg" in code, code.count("ld.global"))
@@ -114,7 +114,7 @@ for more in ({}, {"softcap": 50.0}, {"window": 4096}, {"softcap": 50.0, "window"
     counts = [Counter(re.findall(r"^\\s+((?:fma|sub|mul|add)[.\\w]*f32)", body, re.MULTILINE)) for body in bodies]
     print("loops:", one.name, len(counts), all(found == counts[0] for found in counts), counts[0]["fma.rn.f32"] > 8)
 
-[one] = [one for one in kernels if one.name == "sampling draw"]
+[one] = [one for one in kernels if one.name == "noise all"]
 for fuse in (one.fuse, True):
     for target in compile.TARGETS:
         if target.gpu.backend == "cuda":

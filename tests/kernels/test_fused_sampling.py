@@ -16,7 +16,7 @@ import triton.language as tl
 
 from penstock.kernels import dispatch, fused_noise, fused_penalties, fused_sampling, logarithm, noise
 from penstock.kernels.dispatch import on_nvidia
-from penstock.kernels.fused_penalties import mark
+from penstock.kernels.fused_penalties import change
 from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
 from penstock.shard.decoding.sampler import Row, pick
@@ -311,9 +311,9 @@ def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penaltie
     """Tokens that occur many times, and rows without penalties."""
     entries = rng.randint(1, 400)
     output = torch.rand(entries, device=DEVICE) < 0.6
-    biases = [divmod(place, vocabulary) for place in rng.sample(range(rows * vocabulary), min(rows * vocabulary, 9))]
+    biases = [divmod(place, vocabulary) for place in sorted(rng.sample(range(rows * vocabulary), 9))]
     return Penalties(
-        rows=torch.randint(0, rows, (entries,), device=DEVICE).clamp(max=rows - 2),
+        rows=torch.randint(0, rows, (entries,), device=DEVICE).clamp(max=rows - 2).sort().values,
         ids=(torch.randn(entries, device=DEVICE).abs() * vocabulary / 4).long().clamp(max=vocabulary - 1),
         output=output.float(),
         repetition=torch.rand(rows, device=DEVICE) + 0.7,
@@ -325,49 +325,43 @@ def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penaltie
     )
 
 
-def penalized(logits: Tensor, penalties: Penalties) -> Tensor:
-    """Logits with those that Triton's penalties change. Checks that these leave nothing behind."""
-    rows, vocabulary = logits.shape
-    changes = mark(penalties, rows, vocabulary)
-    ids = torch.arange(vocabulary, device=DEVICE)
-    marked = (changes.marks[: rows * changes.words].view(rows, -1)[:, ids // 32] >> (ids % 32).int()) & 1 != 0
-    named = torch.zeros_like(marked)
-    named[penalties.rows, penalties.ids] = named[penalties.bias_rows, penalties.bias_ids] = True
-    assert marked.equal(named)
-    maxima = torch.full((rows, -(-vocabulary // 32) + 1), -torch.inf, device=DEVICE)
-    changes.apply(logits, None, maxima)
-    changed = changes.tallies[: rows * vocabulary].view(torch.float32).view(rows, vocabulary).clone()
-    padded = torch.full((rows, maxima.shape[1] * 32), -torch.inf, device=DEVICE)
-    padded[:, :vocabulary] = changed.masked_fill(~named, -torch.inf)
-    assert maxima.equal(padded.view(rows, -1, 32).amax(-1))
-    changes.clear(vocabulary)
-    for buffers in (fused_penalties._tallies, fused_penalties._marks, fused_penalties._biases):
-        assert not any(buffer.any() for buffer in buffers.values())
-    return torch.where(named, changed, logits)
+def penalized(logits: Tensor, penalties: Penalties, mask: Tensor | None = None) -> Tensor:
+    """Logits with those that Triton's penalties change. Checks that these have marks and slots of their own, and what their largest
+    ones are, of those that are allowed."""
+    vocabulary = logits.shape[1]
+    changes, ids = change(logits, penalties, mask), torch.arange(vocabulary, device=DEVICE)
+    assert changes.marks.shape[2] * 32 >= vocabulary
+    bits = torch.arange(32, dtype=torch.int32, device=DEVICE)
+    words, firsts, largest = (plane.unsqueeze(2) for plane in changes.marks.unbind(1))
+    marked = (words >> bits) & 1
+    named = torch.zeros(marked.shape, dtype=torch.int64, device=DEVICE).flatten(1)
+    named[penalties.rows, penalties.ids] = named[penalties.bias_rows, penalties.bias_ids] = 1
+    assert marked.flatten(1).equal(named.int())
+    own = named.sum(1) > 0
+    slots = (firsts + marked.cumsum(2) - marked).flatten(1)
+    assert len(slots[named != 0].unique()) == named.sum()
+    changed = changes.logits[slots.clamp(0, len(changes.logits) - 1)].masked_fill(named == 0, -torch.inf)
+    allowed = changed
+    if mask is not None:
+        allowed = changed[:, :vocabulary].masked_fill((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0, -torch.inf)
+        allowed = torch.nn.functional.pad(allowed, (0, changed.shape[1] - vocabulary), value=-torch.inf)
+    keys = allowed.unflatten(1, (-1, 32)).amax(-1).view(torch.int32)
+    assert largest.squeeze(2)[own].equal((keys ^ ((keys >> 31) & 0x7FFFFFFF))[own])
+    assert bool((largest[~own] == fused_penalties.NOTHING.value).all())
+    return torch.where(named[:, :vocabulary] != 0, changed[:, :vocabulary], logits)
 
 
-def test_penalties_match_the_reference_and_leave_nothing_behind(rng: random.Random) -> None:
-    logits = torch.randn(4, 50, device=DEVICE)
-    before, penalties = logits.clone(), random_penalties(4, 50, rng)
-    found = penalized(logits, penalties)
-    torch.testing.assert_close(found, penalize(before, penalties), rtol=1e-6, atol=2e-6)
-    assert logits.equal(before)
-
-
-def test_failed_penalty_launch_leaves_no_counts_behind(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when memory is short at a kernel's launch: the tallies counted so far must not reach the next call."""
-
-    class OutOfMemoryKernel:
-        def __getitem__(self, grid: object) -> Any:
-            raise RuntimeError("Triton Error [CUDA]: out of memory")
-
-    logits = torch.randn(4, 50, device=DEVICE)
-    first, penalties = random_penalties(4, 50, rng), random_penalties(4, 50, rng)
-    with monkeypatch.context() as patch:
-        patch.setattr(fused_penalties, "penalize_kernel", OutOfMemoryKernel())
-        with pytest.raises(RuntimeError, match="out of memory"):
-            penalized(logits, first)
-    torch.testing.assert_close(penalized(logits, penalties), penalize(logits, penalties), rtol=1e-6, atol=2e-6)
+@pytest.mark.parametrize("at_once", [8, 2048])
+def test_penalties_match_the_reference(at_once: int, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of rows with more entries than are worked on at once, and after another step has left its numbers in memory."""
+    monkeypatch.setattr(fused_penalties, "ENTRIES", at_once)
+    for vocabulary in (50, 600):
+        logits = torch.randn(4, vocabulary, device=DEVICE)
+        before, penalties = logits.clone(), random_penalties(4, vocabulary, rng)
+        mask = torch.randint(-(1 << 31), 1 << 31, (4, -(-vocabulary // 32)), device=DEVICE).int()
+        found = penalized(logits, penalties, rng.choice([None, mask]))
+        torch.testing.assert_close(found, penalize(before, penalties), rtol=1e-6, atol=2e-6)
+        assert logits.equal(before)
 
 
 @pytest.mark.parametrize("vocabulary", [40, 203])

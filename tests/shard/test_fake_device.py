@@ -46,7 +46,6 @@ from penstock.tests.shard.test_weights import LoadingRank
 
 triton = pytest.importorskip("triton")
 expanded_attention = pytest.importorskip("penstock.kernels.expanded_attention")
-fused_penalties = pytest.importorskip("penstock.kernels.fused_penalties")
 skinny_gemm = pytest.importorskip("penstock.kernels.fused_skinny_gemm")
 
 FOLDER = Path(__file__).parents[2] / "demo"
@@ -201,7 +200,6 @@ def test_all_tensors_of_a_step_are_on_the_device(activity: Activity, speculate: 
         "filter_kernel",
         "draw_kernel",
         "penalize_kernel",
-        "clear_kernel",
     }
     assert speculate or "copy_kernel" in names
     assert {dict(one.constants)["PARTS"] for one in activity.launches if one.kernel in ("product_kernel", "norm_kernel")} >= {1, 4}
@@ -514,21 +512,6 @@ def test_compile_covers_skinny_gemm_kernels_of_all_layers(activity: Activity, na
     activity.launches.clear()
     engine.compile(8)
     assert "product_kernel" in {one.kernel for one in activity.launches}
-
-
-def test_penalty_buffers_are_allocated_before_memory_is_measured(activity: Activity, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For as many rows as a step may have: otherwise the page pool would be given that memory, too."""
-    kept = list[int]()
-
-    def peak(device: torch.device, reset: bool = False) -> int:
-        kept.append(sum(map(len, fused_penalties._tallies.values())))
-        return 0
-
-    engine = load(config(), lambda stage: None)
-    monkeypatch.setattr(fused_penalties, "_tallies", {})
-    monkeypatch.setattr(memory, "_peak", peak)
-    size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL)
-    assert kept[0] == ROWS * engine.decoder.shape.vocabulary
 
 
 @pytest.mark.parametrize(
