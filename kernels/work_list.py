@@ -114,7 +114,8 @@ class Table:
     queries: Array  # per row: number of query tokens
     contexts: Array  # per row: number of keys computed before
     starts: Array  # per row: index of its first query token in the step
-    offsets: Array  # per row: where its page table begins in the concatenated tables
+    widths: Array  # per row: number of pages that it uses ...
+    offsets: Array  # ... and where these begin in the concatenated tables
     positions: Array  # per query token
     tokens: Array  # indices of all query tokens in order, then once more those of each run
     runs: list[tuple[Run, int]]  # page runs that rows share, each with where its tokens begin in `tokens`
@@ -142,13 +143,14 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     tokens = numpy.arange(count)
     if again:
         tokens[total:] = again if single else _ranges(starts[again], queries[again])
-    return Table(rows, page_size, queries, contexts, starts, _before(widths), positions, tokens, runs, own, trees, single)
+    offsets = _before(widths)
+    return Table(rows, page_size, queries, contexts, starts, widths, offsets, positions, tokens, runs, own, trees, single)
 
 
 def single_token_table(seen: Array, apart: int, page_size: int) -> Table:
     """The table of rows of one token each. seen: keys that each one sees; apart: entries of a page table, the same for each."""
-    count = numpy.arange(len(seen))
-    return Table((), page_size, numpy.ones_like(seen), seen - 1, count, count * apart, seen - 1, count, [], numpy.zeros_like(seen), [], True)
+    count, none = numpy.arange(len(seen)), numpy.zeros_like(seen)
+    return Table((), page_size, none + 1, seen - 1, count, none, count * apart, seen - 1, count, [], none, [], True)
 
 
 def positions_of(rows: Sequence[Row]) -> Array:
@@ -198,6 +200,9 @@ def masks(row: Row) -> list[tuple[int, int]]:
 def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
     """Runs of pages that rows of at most `most` query tokens have in common: a walk down the radix tree of their page tables. A run
     comes after the one that it continues."""
+    first = [row.pages[0] for row in rows if row.context >= page_size]
+    if not most or len({*first}) == len(first):  # most steps: no two have a page in common
+        return
     able = [i for i, row in enumerate(rows) if row.queries <= most]
     full = [row.context // page_size if row.settled is None else row.settled for row in rows]
     least = -(-SHORTEST_RUN // page_size)
