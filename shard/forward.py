@@ -71,10 +71,11 @@ class Forward:
     def __call__(self, spans: Listing[Span], picked: DeviceSamples | None = None) -> Tensor:
         """Computes spans, writes their keys and values, and returns the hidden states of the wanted rows: [rows, hidden], valid
         until the next call. picked: see `step.plan`."""
-        tokens = sum(len(span.tokens) for span in spans)
+        tokens = sum([len(span.tokens) for span in spans])
         # Also where a pool of positions that ends here may begin within an image: graphs do not take the image's rotary positions.
         back = max(0, self._layout.members - 1)
-        shows = any(span.sequence.shows(span.start - back) for span in spans)
+        pictured = [span for span in spans if span.sequence.pictures is not None]
+        shows = any(span.sequence.shows(span.start - back) for span in pictured)
         graph = None if shows else _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
         own = self._padded(spans, graph.room, picked) if graph else None
         if own is None:
@@ -88,7 +89,7 @@ class Forward:
         self.replayed += 1
         self._last = None
         graph.input.become(own)
-        return graph.replay()[: sum(span.wanted for span in spans)]
+        return graph.replay()[: sum([span.wanted for span in spans])]
 
     def follow(self, spans: Listing[Span]) -> Tensor:
         """The same for spans of one token each, which continue those of the last call in their order; these wanted one row each.

@@ -215,7 +215,12 @@ def plan(
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and triton_on(layout.device)  # only the device knows which beam each heir continues
     tables = _tables(spans, picked if fronts and not later else None)
-    rows = [_row(span, pages, later) for span, pages in zip(spans, tables, strict=True)]
+    rows = [
+        attention.Row(len(span.tokens), span.start, pages, span.parents, None, span.whole)
+        for span, pages in zip(spans, tables, strict=True)
+    ]
+    for row, span in zip(rows, spans, strict=True) if later else ():
+        row.settled = span.front.settled if span.front else None
     order, attended = ragged.plan(rows, layout, room.attention if room else None)
     lists, starts = _listed(spans, order, layout.page_size, adapted)
     if room is not None:
@@ -223,7 +228,8 @@ def plan(
     elif not any(number >= 0 for number in lists.numbers):
         lists.numbers = []
     lengths, states = _states(spans, order, room) if remembers else ((), [])
-    showing = [(starts[i], spans[i]) for i in order if spans[i].sequence.shows(spans[i].start)]
+    pictured = [(starts[i], spans[i]) for i in order if spans[i].sequence.pictures is not None]
+    showing = [(first, span) for first, span in pictured if span.sequence.shows(span.start)]
     marks = [mark for first, span in showing for mark in _marks(first, span)]
     for token in chain.from_iterable(tokens for _, tokens, _ in marks):
         lists.tokens[token] = before.image if before else 0  # an id in every vocabulary: image features replace its embedding
@@ -233,12 +239,14 @@ def plan(
         shown = [ImageTokens(picture, *lists_to_device(layout.device, *both)) for picture, *both in marks]
         step = replace(step, turned=_axes(range(1, AXES), lists.positions, showing, 0, layout), shown=shown)
     back = layout.members - 1
-    early = [(starts[i], spans[i]) for i in order if back > 0 and spans[i].sequence.shows(spans[i].start - back)]
+    early = [(first, span) for first, span in pictured if back > 0 and span.sequence.shows(span.start - back)]
     if early:
         step = replace(step, firsts=_axes(range(AXES), lists.positions, early, back, layout))
     if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
         step = replace(step, last=_last(spans, starts, layout))
-    lacked = _lacked(spans, rows, starts, layout) if picked is not None else None
+    lacked = None
+    if picked is not None:
+        lacked = _lacked_by_heirs(spans, rows, starts, layout) if fronts else _lacked(spans, starts, layout)
     if picked is not None and lacked is not None:
         pages = _paged(step.attention).pages if later else None
         lookahead.fill(step.tokens, pages, lacked, picked.tokens, picked.parents)
@@ -246,24 +254,28 @@ def plan(
     return step
 
 
-def _row(span: Span, pages: Listing[int], later: bool) -> attention.Row:
-    """later: only the device learns which pages it continues."""
-    settled = span.front.settled if later and span.front else None
-    return attention.Row(len(span.tokens), span.start, pages, span.parents, settled, span.whole)
-
-
 def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool) -> tuple[_Lists, list[int]]:
     """The lists of a step, and the index of each span's first token. size: of a page."""
-    tokens, positions, slots, numbers = list[int](), list[int](), list[int](), list[int]()
+    ordered = [spans[i] for i in order]
+    numbers = [span.sequence.adapter for span in ordered for _ in span.tokens] if adapted else []
+    if all([len(span.tokens) == 1 and span.sequence.pictures is None for span in ordered]):
+        places = [span.start for span in ordered]
+        slots = [
+            span.sequence.pages[place // size] * size + place % size for span, place in zip(ordered, places, strict=True)
+        ]
+        starts = [*range(len(spans))]
+        for k, i in enumerate(order):
+            starts[i] = k
+        return _Lists([span.tokens[0] for span in ordered], places, slots, numbers, _wanted(spans, starts)), starts
+    tokens, positions, slots = list[int](), list[int](), list[int]()
     starts = [0] * len(spans)
-    for i in order:
-        span, start, own = spans[i], spans[i].start, spans[i].sequence.pages
+    for i, span in zip(order, ordered, strict=True):
+        start, own = span.start, span.sequence.pages
         starts[i] = len(tokens)
         tokens += span.tokens
         places = range(start, start + len(span.tokens))
         positions += places if span.parents is None and span.sequence.pictures is None else _positions(span)
         slots += [own[place // size] * size + place % size for place in places]
-        numbers += [span.sequence.adapter] * len(span.tokens) if adapted else ()
     return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
 
 
@@ -363,11 +375,16 @@ def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> "list[array[i
     return [span.front.pages_of(span.sequence, parents[span.source]) if span.front else span.sequence.pages for span in spans]
 
 
-def _lacked(
+def _lacked(spans: Listing[Span], starts: Listing[int], layout: AttentionLayout) -> lookahead.Unknown | None:
+    """The tokens that only the device knows. starts: index of each span's first token. None: it knows all."""
+    found = [(span.source, token) for span, token in zip(spans, starts, strict=True) if span.source >= 0]
+    return lookahead.unknown_tokens(layout.device, found) if found else None
+
+
+def _lacked_by_heirs(
     spans: Listing[Span], rows: Listing[attention.Row], starts: Listing[int], layout: AttentionLayout
-) -> lookahead.Unknown | None:
-    """What only the device knows: tokens, and, of heirs, the pages that the beams of their front don't all share. starts: index of
-    each span's first token. None: nothing."""
+) -> lookahead.Unknown:
+    """The same, and of heirs the pages that the beams of their front don't all share."""
     size, offset = layout.page_size, 0
     entries, tables = list[tuple[int, ...]](), list[int]()
     begins: dict[BeamFront, int] = {}  # where the tables of a front's beams begin
@@ -384,7 +401,7 @@ def _lacked(
         elif span.source >= 0:
             entries.append((span.source, token, 0, 0, 0, -1, 0, 0))
         offset += work_list.width(row, size)
-    return lookahead.unknown(layout.device, entries, tables) if entries else None
+    return lookahead.unknown(layout.device, entries, tables)
 
 
 def follow(before: Step, spans: Listing[Span], layout: AttentionLayout) -> Step | None:
@@ -434,5 +451,8 @@ def _before(spans: Listing[Span], order: Listing[int], count: int, before: Ngram
 
 
 def _wanted(spans: Listing[Span], starts: Listing[int]) -> list[int]:
-    ends = [start + len(span.tokens) for span, start in zip(spans, starts, strict=True)]
-    return [row for span, end in zip(spans, ends, strict=True) for row in range(end - span.wanted, end)]
+    return [
+        row
+        for span, start in zip(spans, starts, strict=True)
+        for row in range(start + len(span.tokens) - span.wanted, start + len(span.tokens))
+    ]
