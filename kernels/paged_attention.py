@@ -1,8 +1,7 @@
 """Ragged attention over a paged KV cache, in Triton: the accelerator's counterpart of `attention`.
 
 `plan` derives all tensors of a step once, for all layers, from rows of ints (`work_list` says how they are cut into items). They
-lie in one buffer, so that a step costs one copy to the device, and a captured CUDA graph is given the next step's by one copy as
-well.
+lie in one buffer, so that a step costs one copy to the device: into new memory, or into that which a captured CUDA graph reads.
 """
 
 import math
@@ -83,13 +82,6 @@ class Plan:
     launches: dict[int, Launch]  # per window
     page_size: int
     pieces: int  # partials that one program of `merge` loads at once
-
-    def become(self, other: "Plan") -> None:
-        """Copies another plan of the same capacity, windows and model into this one's tensors, for the replay of a CUDA graph.
-        Raises ValueError if sizes differ."""
-        if self.buffer.shape != other.buffer.shape:
-            raise ValueError(f"a plan of {len(other.buffer)} ints can't take the place of one of {len(self.buffer)}")
-        self.buffer.copy_(other.buffer, non_blocking=True)
 
     def chosen(self, pages: Tensor) -> "Plan":
         """The same plan over other page tables (int32): those that an indexer has chosen."""
@@ -204,14 +196,17 @@ def plan(
     share: bool = True,
     capacity: Capacity | None = None,
     eight_bits: bool = False,
+    into: Plan | None = None,
 ) -> Plan:
     """The plan of a step of `rows`, whose query tokens stand one row after the other.
 
     kinds: of the model's layers; dtype: of the queries; processors: the device's SMs; fixed: keys of an item (a multiple of 128)
     whatever else is running, so that a token's output is bit for bit independent of its neighbours and of which of them are
     computed before (batch invariance); with it rows do not share prefixes, nor do they without `share`; capacity: sizes fixed by a
-    CUDA graph, without it tensors are as long as this step needs; eight_bits: the cache is quantized to 8 bits. Raises ValueError
-    if `fixed` is no multiple of 128, CapacityExceeded if `capacity` is too small.
+    CUDA graph, without it tensors are as long as this step needs; eight_bits: the cache is quantized to 8 bits; into: a plan of the
+    same capacity and model, whose tensors take this one's contents, for the replay of a CUDA graph: asynchronously, after what is
+    queued on the device. Raises ValueError if `fixed` is no multiple of 128, or if sizes of `into` differ, CapacityExceeded if
+    `capacity` is too small.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
@@ -225,7 +220,7 @@ def plan(
         tiles = {kind: tiles_of(kind, dtype, generation, fixed > 0) for kind in kinds}
     most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())
     table = cutting.table(rows, page_size, most if share and not fixed else 0)
-    return _plan(table, tiles, device, processors, fixed, capacity)
+    return _plan(table, tiles, device, processors, fixed, capacity, into)
 
 
 def plan_single_tokens(
@@ -244,6 +239,7 @@ def _plan(
     processors: int,
     fixed: int = 0,
     capacity: Capacity | None = None,
+    into: Plan | None = None,
 ) -> Plan:
     trees = {kind: _trees(table, own, kind.ratio, capacity) for kind, own in tiles.items()}
     some = any(map(any, trees.values()))
@@ -251,12 +247,15 @@ def _plan(
     masks = writer.add(_masks(table, some), _room(capacity, "tokens") if capacity is None or capacity.trees else 0)
     positions = writer.add(table.positions, _room(capacity, "tokens"))
     listed = writer.add(table.tokens, _room(capacity, "listed"))
-    pages = writer.add(_pages(table), _room(capacity, "pages"))
     places = {}
     for kind, own in tiles.items():
         parts = cutting.segments(table, kind, own)
         limit = fixed or cutting.longest(parts, kind.kv_heads, processors, own)
         places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
+    pages = writer.add(_pages(table), _room(capacity, "pages"))  # the last, for `_Writer.overwrite`
+    if into is not None:
+        writer.overwrite(into.buffer)
+        return into
     buffer = writer.buffer(device)
     return Plan(
         buffer=buffer,
@@ -319,11 +318,23 @@ class _Writer:
 
     def buffer(self, device: torch.device) -> Tensor:
         """All arrays in one int32 tensor on the device, copied asynchronously from pinned memory on CUDA."""
-        result = torch.zeros(max(self._length, 1), dtype=torch.int32, pin_memory=device.type == "cuda")
+        return self._written(max(self._length, 1), device).to(device, non_blocking=True)
+
+    def overwrite(self, buffer: Tensor) -> None:
+        """Copies all arrays into a buffer of the same sizes, but for the room behind the last one. Raises ValueError if sizes
+        differ."""
+        if len(buffer) != max(self._length, 1):
+            raise ValueError(f"a plan of {self._length} ints can't take the place of one of {len(buffer)}")
+        start, last = self._parts[-1]
+        written = self._written(start + last.size, buffer.device)
+        buffer[: len(written)].copy_(written, non_blocking=True)
+
+    def _written(self, length: int, device: torch.device) -> Tensor:
+        result = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
         view = result.numpy()
         for start, numbers in self._parts:
             view[start : start + numbers.size] = numbers.reshape(-1)
-        return result.to(device, non_blocking=True)
+        return result
 
 
 def _room(capacity: Capacity | None, what: str) -> int | None:

@@ -173,12 +173,14 @@ def _ints(values: Sequence[int]) -> Array:
 
 def _before(counts: Array) -> Array:
     """Exclusive cumulative sum: for each count the sum of those before it."""
-    return counts.cumsum() - counts
+    sums: Array = counts.cumsum()
+    return sums - counts
 
 
 def _ranges(starts: Array, counts: Array) -> Array:
     """`counts[i]` consecutive ints from `starts[i]`, concatenated for all i."""
-    return numpy.arange(counts.sum()) + (starts - _before(counts)).repeat(counts)
+    found: Array = numpy.arange(counts.sum()) + (starts - _before(counts)).repeat(counts)
+    return found
 
 
 def width(row: Row, page_size: int) -> int:
@@ -247,7 +249,7 @@ def segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array:
     """All segments in layers of that kind: [segments, fields of Segment]."""
     own = _own_segments(table, kind, tiles)
     common = [*_common_segments(table, kind, tiles)]
-    return numpy.concatenate((_ints(common), own)) if common else own
+    return numpy.concatenate((numpy.array(common, numpy.int64), own)) if common else own
 
 
 def _common_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Iterator[Segment]:

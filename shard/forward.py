@@ -77,7 +77,7 @@ class Forward:
         pictured = [span for span in spans if span.sequence.pictures is not None]
         shows = any(span.sequence.shows(span.start - back) for span in pictured)
         graph = None if shows else _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
-        own = self._padded(spans, graph.room, picked) if graph else None
+        own = self._padded(spans, graph, picked) if graph else None
         if own is None:
             own, graph = self._plan(spans, picked=picked), None
         if own.lacked is not None and own.lacked.beams:
@@ -88,7 +88,6 @@ class Forward:
             return self._compute(own)
         self.replayed += 1
         self._last = None
-        graph.input.become(own)
         return graph.replay()[: sum([span.wanted for span in spans])]
 
     def follow(self, spans: Listing[Span]) -> Tensor:
@@ -129,13 +128,16 @@ class Forward:
             (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
-    def _plan(self, spans: Listing[Span], room: Room | None = None, picked: DeviceSamples | None = None) -> Step:
+    def _plan(
+        self, spans: Listing[Span], room: Room | None = None, into: Step | None = None, picked: DeviceSamples | None = None
+    ) -> Step:
         narrows = self.narrows and self._decoder.kept is None
-        return step.plan(spans, self._layout, room, picked, self._adapted, self._remembers, narrows, self._before)
+        return step.plan(spans, self._layout, room, into, picked, self._adapted, self._remembers, narrows, self._before)
 
-    def _padded(self, spans: Listing[Span], room: Room, picked: DeviceSamples | None) -> Step | None:
+    def _padded(self, spans: Listing[Span], graph: Graph, picked: DeviceSamples | None) -> Step | None:
+        """The step, in the graph's input buffers; None: it has no room there."""
         try:
-            return self._plan(spans, room=room, picked=picked)
+            return self._plan(spans, graph.room, graph.input, picked)
         except ragged.CapacityExceeded:  # it shares more prefixes, or wants more rows, than steps usually do
             return None
 
