@@ -114,7 +114,7 @@ class Table:
     queries: Array  # per row: number of query tokens
     contexts: Array  # per row: number of keys computed before
     starts: Array  # per row: index of its first query token in the step
-    widths: Array  # per row: number of pages that it uses ...
+    widths: Array  # per row, where there are any: number of pages that it uses ...
     offsets: Array  # ... and where these begin in the concatenated tables
     positions: Array  # per query token
     tokens: Array  # indices of all query tokens in order, then once more those of each run
@@ -150,7 +150,7 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
 def single_token_table(seen: Array, apart: int, page_size: int) -> Table:
     """The table of rows of one token each. seen: keys that each one sees; apart: entries of a page table, the same for each."""
     count, none = numpy.arange(len(seen)), numpy.zeros_like(seen)
-    return Table((), page_size, none + 1, seen - 1, count, none, count * apart, seen - 1, count, [], none, [], True)
+    return Table((), page_size, none + 1, seen - 1, count, none[:0], count * apart, seen - 1, count, [], none, [], True)
 
 
 def positions_of(rows: Sequence[Row]) -> Array:
