@@ -220,16 +220,18 @@ def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]
                 continue
             least_full = min(full[i] for i in together)
             end = alike + common_pages([list(rows[i].pages[alike:least_full]) for i in together])
-            if end - begin >= least:
+            long = end - begin >= least
+            if long:
                 yield Run(together, begin, end)
-                waiting.append((together, end, end))
-            else:
-                waiting.append((together, begin, end))
+            if end < max([full[i] for i in together]):
+                waiting.append((together, end if long else begin, end))
 
 
 def common_pages(tables: "Sequence[list[int]] | Sequence[array[int]]") -> int:
     """Length of the common prefix of page tables of equal length."""
     low, high = min(tables), max(tables)  # the prefix that these two share is common to all
+    if low == high:
+        return len(low)
     alike, differ = 0, len(low) + 1
     while differ - alike > 1:
         middle = (alike + differ) // 2
@@ -265,23 +267,13 @@ def _common_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> It
 
 
 def _own_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array:
-    sizes, window = _ints([tile.rows for tile in tiles]), kind.window
-    taken = numpy.minimum(sizes.searchsorted(table.queries * kind.ratio), len(tiles) - 1)
-    most = sizes[taken] // kind.ratio
-    row: Array | slice = slice(None)  # of each segment; one for each row if they have one token each
-    at, first, count = 0 * most, table.starts, table.queries
-    if not table.single:
-        parts = -(-table.queries // most)  # segments of each row
-        row = numpy.arange(len(parts)).repeat(parts)
-        at = _ranges(numpy.zeros_like(parts), parts) * most[row]
-        first = table.starts[row] + at
-        count = numpy.minimum(most[row], table.queries[row] - at)
-    lowest = table.positions[first]
-    context = table.contexts[row]
+    window, row, taken, first, count = kind.window, *_parts(table, kind, tiles)
+    lowest, context = table.positions[first], table.contexts[row]
     result = numpy.empty((len(first), len(Segment._fields)), numpy.int64)
     result[:, FIRST], result[:, QUERIES], result[:, PAGES], result[:, CONTEXT] = first, count, table.offsets[row], context
-    result[:, END] = context + at + count  # a node's ancestors stand before it, in a tree as well
-    result[:, TREE], result[:, TILE] = CAUSAL, taken[row]
+    # A node's ancestors stand before it, in a tree as well.
+    result[:, END] = context + count if table.single else context + first - table.starts[row] + count
+    result[:, TREE], result[:, TILE], result[:, SHARED] = CAUSAL, taken, 0
     for i in table.trees:
         for k in numpy.flatnonzero(row == i):
             result[k, TREE] = table.starts[i]
@@ -295,13 +287,27 @@ def _own_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array
     if kind.joined and any(one.whole for one in table.rows):
         whole = numpy.array([one.whole for one in table.rows])[row]
         result[whole, TREE], result[whole, END] = WHOLE, (table.contexts + table.queries)[row][whole]
-    together = numpy.zeros_like(table.queries)
-    for run, _ in table.runs:
-        for members, first_key, last_key in _seen(table, run, kind):
-            if first_key < last_key:
-                together[members] = 1
-    result[:, SHARED] = together[row]
+    if table.runs:
+        together = numpy.zeros_like(table.queries)
+        for run, _ in table.runs:
+            for members, first_key, last_key in _seen(table, run, kind):
+                if first_key < last_key:
+                    together[members] = 1
+        result[:, SHARED] = together[row]
     return result
+
+
+def _parts(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> "tuple[Array | slice, Array | int, Array, Array]":
+    """Of each segment of a row's own: the row, the tile, its first query token, and how many it has. A row of one token is one."""
+    if table.single:
+        return slice(None), tile_of(tiles, kind.ratio), table.starts, table.queries
+    sizes = _ints([tile.rows for tile in tiles])
+    taken = numpy.minimum(sizes.searchsorted(table.queries * kind.ratio), len(tiles) - 1)
+    most = sizes[taken] // kind.ratio
+    parts = -(-table.queries // most)  # segments of each row
+    row = numpy.arange(len(parts)).repeat(parts)
+    at = _ranges(numpy.zeros_like(parts), parts) * most[row]
+    return row, taken[row], table.starts[row] + at, numpy.minimum(most[row], table.queries[row] - at)
 
 
 def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], int, int]]:
@@ -346,6 +352,8 @@ def _ended(lengths: Array, limit: int, places: int) -> int:
 def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: bool) -> Work:
     """The items of all segments, of at most `limit` keys, and their merge list. fixed: cut at multiples of `limit`, so that a row's
     cuts don't depend on what else is in the step."""
+    if not fixed and not parts[:, SHARED].any() and (parts[:, END] - parts[:, BEGIN]).max(initial=0) <= limit:
+        return _uncut(parts, len(tiles))
     which, begins, ends = _cuts(parts, _ints([tile.keys for tile in tiles]), limit, fixed)
     pieces = numpy.bincount(which, minlength=len(parts))  # number of items of each segment
     merged = ((parts[:, SHARED] > 0) | (pieces > 1))[which]
@@ -361,10 +369,22 @@ def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: b
     entries = numpy.empty((len(own), 3), numpy.int64)
     entries[:, 0], entries[:, 1], entries[:, 2] = own, _before(counts)[own], counts[own]
     return Work(
-        items=tuple(items[taken == tile] for tile in range(len(tiles))) if len(tiles) > 1 else (items,),
+        items=_of_tiles(items, taken, len(tiles)),
         entries=entries,
         pieces=tokens.argsort(kind="stable"),
     )
+
+
+def _uncut(parts: Array, tiles: int) -> Work:
+    """The same where no segment is cut, and none shared: most steps of many rows."""
+    items = parts[(parts[:, BEGIN] - parts[:, END]).argsort(kind="stable"), :8]
+    taken = items[:, TILE].copy()
+    items[:, PARTIAL] = -1
+    return Work(_of_tiles(items, taken, tiles), numpy.zeros((0, 3), numpy.int64), numpy.zeros(0, numpy.int64))
+
+
+def _of_tiles(items: Array, taken: Array, tiles: int) -> tuple[Array, ...]:
+    return tuple(items[taken == tile] for tile in range(tiles)) if tiles > 1 else (items,)
 
 
 FIRST, QUERIES, PAGES, BEGIN, END, CONTEXT, TREE, TILE, SHARED = range(len(Segment._fields))

@@ -291,7 +291,8 @@ def _listed_single(spans: Listing[Span], order: Listing[int], size: int, numbers
     slots = [span.sequence.pages[place // size] * size + place % size for span, place in zip(ordered, places, strict=True)]
     for k, i in enumerate(order):
         starts[i] = k
-    return _Lists([span.tokens[0] for span in ordered], places, slots, numbers, _wanted(spans, starts)), starts
+    wanted = [*starts] if {span.wanted for span in spans} == {1} else _wanted(spans, starts)
+    return _Lists([span.tokens[0] for span in ordered], places, slots, numbers, wanted), starts
 
 
 def parted(spans: Listing[Span]) -> list[Span]:

@@ -630,6 +630,21 @@ def test_rows_of_one_token_are_planned_as_any_others() -> None:
         assert parts.tolist() == work_list.segments(replace(table, single=False), kind, TILES).tolist()
 
 
+def test_work_that_needs_no_cuts_is_the_same_without_looking_for_them() -> None:
+    rng = random.Random(23)
+    for _ in range(50):
+        shapes = [(rng.choice([1, 1, 5, 40]), rng.randint(0, 3000)) for _ in range(rng.randint(1, 20))]
+        table = work_list.table(random_paged_rows(shapes, 16, rng, trees=0.3), 16, 0)
+        parts = work_list.segments(table, LayerKind(0, 2, 4, 64), TILES)
+        limit = int((parts[:, work_list.END] - parts[:, work_list.BEGIN]).max())
+        whole = work_list.work(table, parts, TILES, limit, False)
+        searched = work_list.work(table, parts, TILES, -(-limit // 128) * 128, True)  # cut at multiples of more than any row's keys
+        assert [items.tolist() for items in whole.items] == [items.tolist() for items in searched.items]
+        assert whole.entries.shape == searched.entries.shape == (0, 3)
+        assert whole.pieces.shape == searched.pieces.shape == (0,)
+        assert len(work_list.work(table, parts, TILES, limit - 1, False).pieces)  # one key less, and a segment is cut
+
+
 def test_a_reused_plan_equals_a_new_one() -> None:
     """Whatever it held before: only what is behind its page tables stays, which no item refers to."""
     rng = random.Random(22)
