@@ -24,7 +24,7 @@ import torch
 from penstock.benchmarks import checkpoint
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import Client, client, prompt
-from penstock.shard.pages import PagePool
+from penstock.shard.pages import PagePool, page_table
 from penstock.shard.prefix import Node, PrefixCache
 
 PAGE = 16
@@ -43,7 +43,7 @@ class Holder:
     tokens: "array[int]"
     cache_key: str = ""
     computed: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: "array[int]" = field(default_factory=page_table)
     state: int = 0
     node: Node | None = None
 
@@ -57,7 +57,7 @@ def look_up(tokens: int, rounds: int) -> list[float]:
     asked = array("I", prompt(dice, tokens, VOCABULARY))
     for turn in range(51):
         other = asked[: tokens - turn * 5 * PAGE] + array("I", prompt(dice, turn * 5 * PAGE, VOCABULARY))
-        holder = Holder(other, computed=tokens, pages=pool.take(pages))
+        holder = Holder(other, computed=tokens, pages=page_table(pool.take(pages)))
         prefixes.publish(holder)
         pool.release(holder.pages)
     taken = []

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
+from .dependent_launch import begin_early, wait
 from .reference import PLAIN, Activation
 
 BLOCK_SIZE = 1024
@@ -83,8 +84,10 @@ def gated_kernel(
     LIMIT: tl.constexpr,  # 0: no clamp
     STEEP: tl.constexpr,
     BEHIND: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """BLOCK elements of one token. Tokens are the first axis of the grid, which may have 2^31 programs."""
+    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -105,7 +108,17 @@ def gated(gate_up: Tensor, out: Tensor, how: Activation = PLAIN) -> Tensor:
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK_SIZE))
         strides = gate_up.stride(0), out.stride(0)
-        gated_kernel[grid](gate_up, out, size, *strides, BLOCK=BLOCK_SIZE, **how.own, num_warps=WARPS, enable_fp_fusion=False)
+        gated_kernel[grid](
+            gate_up,
+            out,
+            size,
+            *strides,
+            BLOCK=BLOCK_SIZE,
+            **how.own,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+            **begin_early(out.device, product=True),
+        )
     return out
 
 
@@ -122,7 +135,7 @@ def compilations() -> list[Compilation]:
                 "gate_up_stride": "i32:16",
                 "out_stride": "i32:16",
             },
-            constants={"BLOCK": BLOCK_SIZE, **how.own},
+            constants={"BLOCK": BLOCK_SIZE, **how.own, "EARLY": False},
             warps=WARPS,
             hot=True,
         )

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import EARLY_TARGETS, VENDORS, Compilation
-from .dependent_launch import begin_early, prefetch, wait_then_launch
+from .dependent_launch import begin_early, let_next_begin, wait_for_earlier
 from .fused_activation import product_epilogue
 
 
@@ -79,11 +79,7 @@ def vector_kernel(
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = output < OUTPUTS
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS
-    first_rows = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64) * INPUTS
-    prefetch(first_rows, INPUTS, EARLY)
-    if GATED:
-        prefetch(first_rows + OUTPUTS * INPUTS, INPUTS, EARLY)
-    wait_then_launch(EARLY)
+    wait_for_earlier(EARLY)
     before = tl.zeros([COLUMNS], tl.float32)
     if ADD:  # loaded by all threads that hold an output, before one of them writes it
         before = tl.load(out + output, mask=wanted, other=0.0).to(tl.float32)
@@ -106,6 +102,7 @@ def vector_kernel(
         sums += part * values
         if GATED:
             others += other * values
+    let_next_begin(EARLY)
     result = tl.sum(sums, 1)
     other = tl.sum(others, 1)
     if NORM:

@@ -4,17 +4,19 @@
 
 A program computes COLUMNS outputs of ROWS rows, a run of inputs at a time. Codes are multiplied without their scales, integers
 minus their zero point or small floats, which bfloat16 and float16 hold exactly; the sums of a block are scaled in float32. Blocks
-of 16 would be short products, so NVFP4's codes are scaled first, which is exact, too (`small_floats`). Up to FEW rows
-need no tensor cores (`fused_quantized_gemv`). Up to MOST rows every program dequantizes its outputs' codes as it reads them; for
-more rows the whole weight is dequantized first, for torch's own product. Measured on an H200, 2026-11-27, us for an 8 B model's
-queries, keys and values (6144 x 4096) with this kernel (bfloat16, by cuBLAS: 14.8 and 21); to dequantize first should take 46:
-
-                int4    int8    fp8     fp4     nvfp4
-    1 row       39.3    26.0    20.3    51.9    21.3
-    256 rows    82.8    89.9    84.5   146.9    52.9
+of 16 would be short products, so NVFP4's codes are scaled first, which is exact, too (`small_floats`). One row or two need no
+tensor cores (`fused_quantized_gemv`). Up to MOST rows every program dequantizes its outputs' codes as it reads them; for more rows
+the whole weight is dequantized first, for torch's own product.
 
 A program's steps follow one another, each a run, and take 0.4 to 0.8 us. So with few programs inputs are divided among several
-(split-K), whose sums a second launch adds.
+(split-K), whose sums a second launch adds. Measured on an H200, 2026-11-27, us of 6144 x 4096 (bfloat16 takes 17.3, 17.8, 23.7):
+
+             16 rows: uncut  in 2, 4, 8          64 rows: uncut  in 2, 4       dequantized first    256 rows: uncut  first
+    int4               42.3  25.8, 18.9, 21.9              65.3  42.2, 29.9                 37.2               84.3   43.6
+    int8               27.6  19.4, 18.5, 20.1              37.6  31.1, 32.9                 38.5               78.5   44.5
+    fp8                21.6  17.9, 17.8, 19.1              38.3  30.9, 28.9                 39.3               84.2   46.6
+    fp4                65.9  38.0, 25.7, 24.6              83.5  52.4, 43.8                 39.7              147.3   46.0
+    NVFP4              23.9  19.0, 19.1, 20.2              28.5  24.3, 20.2                 36.1               53.9   42.4
 
 Two 4-bit codes share a byte, those of a run's first half with those of its second, so that each half is a product of its own and
 nothing has to be interleaved.
@@ -39,15 +41,13 @@ from .linear import Product
 from .small_floats import FP8_FACTOR, scale_at, scaled_nvfp4, words
 from .small_integers import code_values, pair
 
-FEW = 4  # most rows without tensor cores (`fused_quantized_gemv`), at most its SHAPES have
 MOST = 64  # most rows for this kernel, which reads every code once for each 64 of them
 TYPES = {torch.bfloat16, torch.float16}  # dtypes of rows that tensor cores support
 RUN = 128  # most inputs at a time; they share a scale, or are whole blocks of NVFP4
 LEAST_RUN = 32
 PROGRAMS = 128  # programs below which each gets fewer outputs, so that more processors have one
-# Parts that inputs are divided into (split-K), and from how many programs on there are enough, by the rows of a tile: registers let
-# a multiprocessor run some four of 16 rows at a time, two of 64. A part has at least SHORTEST runs. Estimates: none was measured.
-PARTS, ENOUGH, SHORTEST = (1, 2, 4, 8), {16: 512, 64: 256}, 4
+# Parts that inputs are divided into (split-K), and from how many programs on there are enough. A part has at least SHORTEST runs.
+PARTS, ENOUGH, SHORTEST = (1, 2, 4, 8), 512, 4
 SUMMED = 512  # numbers of a program of `sum_kernel`
 UNPACKED = 32  # outputs of a program of `unpack_kernel`
 WARPS = 4
@@ -205,14 +205,14 @@ def by_triton(
         rows = len(x)
         if rows > MOST and not invariant:
             return functional.linear(x, unpacked(), bias)
-        if 0 < rows <= FEW and not invariant:
+        if 0 < rows <= fused_quantized_gemv.MOST and not invariant:
             return fused_quantized_gemv.product(x, held, scales, zeros, factors, bias, constants)
         assert x.stride(1) == 1
         out = torch.empty(rows, outputs, dtype=dtype, device=x.device)
         tile = _tile(MOST if invariant else rows, outputs, codes.kind, torch.version.hip is not None)
         if rows:
             grid = triton.cdiv(outputs, tile["COLUMNS"]), triton.cdiv(rows, tile["ROWS"])
-            parts = 1 if invariant else _parts(grid[0] * grid[1], tile["ROWS"], inputs // run)
+            parts = 1 if invariant else _parts(grid[0] * grid[1], inputs // run)
             sums = torch.empty(parts, rows, outputs, dtype=torch.float32, device=x.device) if parts > 1 else out
             quantized_kernel[*grid, parts](
                 sums,
@@ -304,10 +304,10 @@ def _tile(rows: int, outputs: int, kind: str, amd: bool) -> dict[str, int]:
     return {"ROWS": high, "COLUMNS": wide, "STAGES": 2 if amd else 4 if high == 16 else 3}
 
 
-def _parts(programs: int, high: int, runs: int) -> int:
-    """The number of parts that inputs are divided into, for so many programs for each part, of `high` rows."""
+def _parts(programs: int, runs: int) -> int:
+    """The number of parts that inputs are divided into, for so many programs for each part."""
     possible = [parts for parts in PARTS if runs >= parts * SHORTEST]
-    return next((parts for parts in possible if programs * parts >= ENOUGH[high]), possible[-1] if possible else 1)
+    return next((parts for parts in possible if programs * parts >= ENOUGH), possible[-1] if possible else 1)
 
 
 def compilations() -> list[Compilation]:
@@ -354,11 +354,11 @@ def compilations() -> list[Compilation]:
         pointers |= {"x": f"*{dtype}", "bias": f"*{dtype}"}
         found += [
             fused_quantized_gemv.compilation(f"{name} {rows} {kindred}".rstrip(), rows, outputs, zeros, meant_by, pointers, kindred)
-            for rows in fused_quantized_gemv.SHAPES
+            for rows in range(1, fused_quantized_gemv.MOST + 1)
         ]
         for rows in (1, MOST):
             tile = _tile(rows, outputs, kind, kindred == "amd")
-            parts = _parts(triton.cdiv(outputs, tile["COLUMNS"]), tile["ROWS"], inputs // run)
+            parts = _parts(triton.cdiv(outputs, tile["COLUMNS"]), inputs // run)
             constants = {
                 **meant_by,
                 "OUTPUTS": outputs,

@@ -41,7 +41,7 @@ from triton import knobs
 
 from . import fused_gemv
 from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
-from .dependent_launch import begin_early, prefetch, wait_then_launch
+from .dependent_launch import begin_early, let_next_begin, wait_for_earlier
 from .fused_activation import product_epilogue
 from .fused_norm import rms_norm
 from .paged_attention import TARGETS, device_class, processors_of
@@ -96,11 +96,7 @@ def product_kernel(
     deep = part * LENGTH + tl.arange(0, DEPTH)
     from_x = x + row[:, None] * x_stride + deep[None, :]
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
-    first_rows = weight + tl.minimum(output, OUTPUTS - 1).to(tl.int64) * INPUTS
-    prefetch(first_rows + part * LENGTH, LENGTH, EARLY)
-    if GATED:
-        prefetch(first_rows + OUTPUTS * INPUTS, LENGTH, EARLY)
-    wait_then_launch(EARLY)
+    wait_for_earlier(EARLY)
     result = tl.zeros([COLUMNS, ROWS], tl.float32)
     other = tl.zeros([COLUMNS, ROWS], tl.float32)
     for first in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
@@ -112,6 +108,7 @@ def product_kernel(
         result = dot(_piece(from_weight + first, wanted, within, EVEN), values, result, WIDEN)
         if GATED:
             other = dot(_piece(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), values, other, WIDEN)
+    let_next_begin(EARLY)
     first_part = output + part * OUTPUTS < OUTPUTS  # the first part adds the bias
     result = product_epilogue(result, other, bias, output[:, None], first_part[:, None], OUTPUTS, GATED, GELU, BIASED)
     place = out + part * part_stride + row[None, :] * out_stride + output[:, None]

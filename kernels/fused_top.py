@@ -195,7 +195,7 @@ def expand(
     device = logits.device
     values, ids, totals = top_of_parts(logits, count)
     most = max(map(len, ends))
-    numbers, listed, heirs = [], [], 0
+    numbers, listed, heirs = list[int](), list[int](), 0
     for (start, rows, candidates, width), own in zip(sets, ends, strict=True):
         numbers += start, rows, candidates, width, heirs, len(own)
         listed += *own, *[0] * (most - len(own))

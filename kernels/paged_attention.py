@@ -31,6 +31,8 @@ FIELDS = len(Item._fields)
 # Partials that one program of `merge` loads at once, where they may be added up in any order. Measured on an H200, 2026-11-26, with
 # 8, 16, 32: one row of 4,096 keys 17.4, 15.6, 14.6 us, 16 nodes on as many 21.0, 18.9, 18.2.
 PIECES = 32
+# Programs per processor (SM) from which the partly filled last wave no longer matters: four times as many as run at once.
+WAVES = 12
 # Rows that share a prefix: a tile should hold at least so many.
 SHARING = 4
 # 32-bit words of a tree node's ancestor mask.
@@ -82,10 +84,11 @@ class Plan:
     launches: dict[int, Launch]  # per window
     page_size: int
     pieces: int  # partials that one program of `merge` loads at once
+    settled: bool  # no kernel of the step writes the page tables
 
     def chosen(self, pages: Tensor) -> "Plan":
         """The same plan over other page tables (int32): those that an indexer has chosen."""
-        return replace(self, pages=pages)
+        return replace(self, pages=pages, settled=False)
 
 
 def tiles_of(kind: LayerKind, dtype: torch.dtype, generation: int = 9, invariant: bool = False) -> tuple[Tile, ...]:
@@ -138,6 +141,14 @@ def decode_tiles(kind: LayerKind, dtype: torch.dtype, generation: int, tokens: i
         return tiles[: last + 1]
     shared = min(last, max(1, cutting.tile_of(tiles, SHARING * kind.ratio)))
     return tiles[: shared + 1] if eight_bits or shared > 1 else (tiles[shared],)
+
+
+def lean_tile(kind: LayerKind, dtype: torch.dtype, generation: int, tokens: int, processors: int, eight_bits: bool = False) -> Tile:
+    """The tile of decode steps in which rows share no prefix and none is cut: the smallest where programs are so many that all
+    three that a processor runs at once stay busy until the end (256 rows of 1,024 keys, H200, 2026-11-27: 247 us, with the tile of
+    64 rows 263)."""
+    many = tokens * kind.kv_heads >= WAVES * processors
+    return tiles_of(kind, dtype, generation)[0] if many else decode_tiles(kind, dtype, generation, tokens, eight_bits)[0]
 
 
 def _tiles_of_latents(least: int, dtype: torch.dtype, generation: int) -> tuple[Tile, Tile, Tile]:
@@ -271,6 +282,7 @@ def _plan(
         },
         page_size=table.page_size,
         pieces=1 if fixed else PIECES,  # one at a time, since windows put empty partials before those of some queries
+        settled=True,
     )
 
 
@@ -406,7 +418,7 @@ def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -
             how.scale,
             how.softcap,
             window,
-            **_constants(*layer, trees, how.scales is not None, sinks is not None),
+            **_constants(*layer, trees, how.scales is not None, sinks is not None, plan.settled),
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=True,
@@ -448,6 +460,7 @@ def _constants(
     trees: bool,
     scaled: bool,
     sinks: bool,
+    settled: bool,
 ) -> dict[str, object]:
     return {
         "KV_HEADS": kv_heads,
@@ -470,6 +483,7 @@ def _constants(
         "SINGLE": tile.rows <= 32 and not trees,
         "STAGES": tile.stages,
         "WIDEN": INTERPRET,
+        "SETTLED": settled,
     }
 
 
@@ -575,7 +589,7 @@ def _compilation(
     width = size + turned + beside if latent else 16 * size + common
     apart = 0 if latent else 8 * size
     constants = _constants(
-        8, ratio, size, turned + common, width, apart, page_size, tile, window, softcap, trees, eight_bits, sinks
+        8, ratio, size, turned + common, width, apart, page_size, tile, window, softcap, trees, eight_bits, sinks, True
     )
     constants["EARLY"] = early
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .dependent_launch import wait
+from .dependent_launch import let_next_begin, prefetch_lines, wait_for_earlier
 
 
 class Layer(NamedTuple):
@@ -298,6 +298,27 @@ def _queries(source: tl.tensor, valid: tl.tensor, LAYER: tl.constexpr) -> QueryT
 
 
 @triton.jit
+def _fetch(
+    keys: tl.tensor,
+    pages: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    LAYER: tl.constexpr,
+    KEYS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """Prefetches the first tile of keys, and of values, into L2, where other kernels' writes arrive, too. keys: pointer to the
+    head's key in slot 0."""
+    LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth  # elements of a cache line
+    LINES: tl.constexpr = LAYER.padded // LINE if LAYER.padded > LINE else 1
+    slots = slots_of(pages, first, end, LAYER.page, KEYS, True)
+    line = keys + slots[:, None] * LAYER.width + tl.minimum(tl.arange(0, LINES) * LINE, LAYER.size - 1)[None, :]
+    prefetch_lines(line, EARLY)
+    if LAYER.apart > 0:
+        prefetch_lines(line + LAYER.apart, EARLY)
+
+
+@triton.jit
 def attend(
     output: tl.tensor,
     partials: tl.tensor,
@@ -335,15 +356,19 @@ def attend(
     SINGLE: tl.constexpr,
     STAGES: tl.constexpr,
     WIDEN: tl.constexpr,
+    SETTLED: tl.constexpr,  # no kernel of the step writes the page tables
     EARLY: tl.constexpr,
 ) -> None:
     """Flash attention of one item and one key head. Key heads of an item are neighbouring programs, as their keys are neighbours in
-    memory. For the constants see `Layer`: for MLA, KV_HEADS are groups of query heads, all with the same keys."""
-    wait(EARLY)
+    memory. For the constants see `Layer`: for MLA, KV_HEADS are groups of query heads, all with the same keys.
+
+    One that begins early reads the plan, and prefetches its first keys, before it waits."""
+    let_next_begin(EARLY)
     head = tl.program_id(0) % KV_HEADS
     item = items + (tl.program_id(0) // KV_HEADS) * 8
     queries = tl.load(item + 1)
     if queries == 0:
+        wait_for_earlier(EARLY)
         return
     start = tl.load(item)
     table = pages + tl.load(item + 2)
@@ -359,6 +384,12 @@ def attend(
     valid = asked < queries
     token = tl.load(listed + start + asked, mask=valid, other=-1)
     position = tl.load(positions + token, mask=valid, other=-1)
+    own = cache
+    if APART > 0:
+        own += head * SIZE
+    if EARLY and SETTLED:
+        _fetch(own, table, first, end, LAYER, KEYS, EARLY)
+    wait_for_earlier(EARLY)
     query_head = head * RATIO + row % RATIO
     source = query + token.to(tl.int64)[:, None] * query_stride + (query_head * (SIZE + TURNED))[:, None]
     asking = _queries(source, valid, LAYER)
@@ -369,9 +400,6 @@ def attend(
     if CAPPED:
         factor = factor * 2.0 / softcap
     factor *= 1.4426950408889634
-    own = cache
-    if APART > 0:
-        own += head * SIZE
     limit = tl.where(tree == -2, end - 1, position)  # in a whole row (bidirectional) each query sees all keys
     visibility = Visibility(limit, position, token, positions, masks, context, tree, window, end)
     held = KeyPointers(own, cache + TURNED_AT)
@@ -413,15 +441,17 @@ def merge(
     EARLY: tl.constexpr,
 ) -> None:
     """Merges the partials of one token and TOGETHER of its heads, each weighted by its log-sum-exp."""
-    wait(EARLY)
+    let_next_begin(EARLY)
     GROUPS: tl.constexpr = (HEADS + TOGETHER - 1) // TOGETHER
     entry = entries + (tl.program_id(0) // GROUPS) * 4
     head = tl.program_id(0) % GROUPS * TOGETHER + tl.arange(0, TOGETHER)
     count = tl.load(entry + 2)
     if count == 0:
+        wait_for_earlier(EARLY)
         return
     token = tl.load(entry).to(tl.int64)
     own = pieces + tl.load(entry + 1)
+    wait_for_earlier(EARLY)
     feature = tl.arange(0, PADDED)
     within = (feature < SIZE)[None, :] & (head < HEADS)[:, None]
     sums = tl.zeros([TOGETHER, PADDED], tl.float32)

@@ -96,24 +96,28 @@ def _plan(
 
 
 def capacity(
-    layout: AttentionLayout, tokens: int, rows: int, total: int, pages: int, mixed: bool, trees: bool = False
+    layout: AttentionLayout, tokens: int, rows: int, total: int, pages: int, mixed: bool, trees: bool = False, lean: bool = False
 ) -> "paged.Capacity":
     """Plan sizes for a CUDA graph: enough for usual steps of so many tokens and rows, in sequences of up to `total` tokens and a
     pool of `pages`.
 
-    mixed: rows may have any number of queries, else each has one (decode only); trees: some rows may be draft trees.
+    mixed: rows may have any number of queries, else each has one (decode only); trees: some rows may be draft trees; lean: no row
+    is cut, and none shares a prefix.
     """
     from . import paged_attention as paged
 
     count = rows if mixed else tokens
-    rooms = {kind.window: _room(layout, kind, tokens, count, total, pages, mixed) for kind in layout.kinds}
+    if lean:
+        rooms = {kind.window: _lean_room(layout, kind, tokens) for kind in layout.kinds}
+    else:
+        rooms = {kind.window: _room(layout, kind, tokens, count, total, pages, mixed) for kind in layout.kinds}
     return paged.Capacity(
         tokens=tokens,
-        listed=3 * tokens,
+        listed=tokens if lean else 3 * tokens,
         pages=min(count * -(-total // layout.page_size), 2 * pages + count),
         tiles={window: tiles for window, (tiles, _, _) in rooms.items()},
         items={window: items for window, (_, items, _) in rooms.items()},
-        entries=tokens,
+        entries=0 if lean else tokens,
         pieces=max(pieces for _, _, pieces in rooms.values()),
         trees=trees,
     )
@@ -147,6 +151,15 @@ def _room(
     if mixed:
         items[-1] += parts
     return tiles, tuple(items), 3 * tokens + cuts * largest // kind.ratio
+
+
+def _lean_room(layout: AttentionLayout, kind: LayerKind, tokens: int) -> tuple[tuple[Tile, ...], tuple[int, ...], int]:
+    """As `_room`, where each row is one item."""
+    from . import paged_attention as paged
+
+    generation, processors = paged.device_class(layout.device), paged.processors_of(layout.device)
+    tile = paged.lean_tile(kind, layout.dtype, generation, tokens, processors, layout.eight_bits)
+    return (tile,), (tokens,), 0
 
 
 def needs_selection(plan: Plan, most: int) -> bool:

@@ -23,6 +23,9 @@ from .step import DeviceSamples, NgramContext, Room, Span, Step
 
 log = logging.getLogger(__name__)
 
+# Decode steps for which no lean graph is tried after one did not hold a step: the next ones are like that, and planning takes long.
+FULL = 16
+
 Compute = Callable[[], Tensor]
 # Records what a function does on the device; the result replays it, with the same tensors, and returns the same output tensor.
 Record = Callable[[Compute], Compute]
@@ -65,7 +68,9 @@ class Forward:
         self._before = NgramContext(ngrams.before, ngrams.end, ngrams.image, decoder.shape.vocabulary) if ngrams else None
         self.narrows = decoder.shape.kv_shared_layers > 0
         self._decodes: list[Graph] = []  # for spans of one token (pure decode); by size
+        self._lean: list[Graph] = []  # for those of them whose attention has one item for each row; by size
         self._mixed: list[Graph] = []  # for any spans; by size
+        self._full = 0  # decode steps until a lean graph is tried again
         self._last: Step | None = None  # the last step, if it ran without a graph
 
     def __call__(self, spans: Listing[Span], picked: DeviceSamples | None = None) -> Tensor:
@@ -76,10 +81,9 @@ class Forward:
         back = max(0, self._layout.members - 1)
         pictured = [span for span in spans if span.sequence.pictures is not None]
         shows = any(span.sequence.shows(span.start - back) for span in pictured)
-        graph = None if shows else _fitting(self._decodes if tokens == len(spans) else self._mixed, tokens)
-        own = self._padded(spans, graph, picked) if graph else None
+        own, graph = (None, None) if shows else self._padded(spans, tokens, picked)
         if own is None:
-            own, graph = self._plan(spans, picked=picked), None
+            own = self._plan(spans, picked=picked)
         if own.lacked is not None and own.lacked.beams:
             assert picked is not None
             assert picked.parents is not None
@@ -115,17 +119,20 @@ class Forward:
         if not self._decoder.shape.replayed:
             return
         began = time.perf_counter()
-        sizes = [(size, True) for size in graph_sizes.mixed(extent.chosen, extent.tokens, extent.drafts, self._remembers)]
-        sizes += [(size, False) for size in graph_sizes.decodes(extent.chosen, extent.rows)]
-        for count, (size, mixed) in enumerate(sorted(sizes, reverse=True)):
+        mixed = graph_sizes.mixed(extent.chosen, extent.tokens, extent.drafts, self._remembers)
+        lean = [] if self._layout.invariant else graph_sizes.lean(extent.chosen, extent.rows)
+        sizes = [(size, self._mixed) for size in mixed] + [(size, self._lean) for size in lean]
+        sizes += [(size, self._decodes) for size in graph_sizes.decodes(extent.chosen, extent.rows)]
+        for count, (size, graphs) in enumerate(sorted(sizes, key=lambda one: -one[0])):
             progress(f"recording graphs: {count} of {len(sizes)}")
-            rows = min(size, graph_sizes.MIXED_ROWS) if mixed else size
-            trees = mixed and extent.trees
-            room = Room(size, rows, ragged.capacity(self._layout, size, rows, extent.total, extent.pages, mixed, trees))
+            mixes, most = graphs is self._mixed, (extent.total, extent.pages)
+            rows = min(size, graph_sizes.MIXED_ROWS) if mixes else size
+            capacity = ragged.capacity(self._layout, size, rows, *most, mixes, mixes and extent.trees, graphs is self._lean)
+            room = Room(size, rows, capacity)
             # Nothing but padding, which is computed and written nowhere.
             own = self._plan([], room=room)
             replay = record(lambda own=own: self._decoder(own, self._cache))  # type: ignore[misc]
-            (self._mixed if mixed else self._decodes).insert(0, Graph(room, own, replay))
+            graphs.insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
     def _plan(
@@ -134,12 +141,19 @@ class Forward:
         narrows = self.narrows and self._decoder.kept is None
         return step.plan(spans, self._layout, room, into, picked, self._adapted, self._remembers, narrows, self._before)
 
-    def _padded(self, spans: Listing[Span], graph: Graph, picked: DeviceSamples | None) -> Step | None:
-        """The step, in the graph's input buffers; None: it has no room there."""
-        try:
-            return self._plan(spans, graph.room, graph.input, picked)
-        except ragged.CapacityExceeded:  # it shares more prefixes, or wants more rows, than steps usually do
-            return None
+    def _padded(self, spans: Listing[Span], tokens: int, picked: DeviceSamples | None) -> tuple[Step, Graph] | tuple[None, None]:
+        """The step, in the input buffers of a graph that holds it, and this graph; a lean one if possible."""
+        decodes = tokens == len(spans)
+        self._full -= decodes and self._full > 0
+        for graphs in (self._lean, self._decodes) if decodes else (self._mixed,):
+            graph = _fitting(graphs, tokens) if graphs is not self._lean or not self._full else None
+            if graph is None:
+                continue
+            try:
+                return self._plan(spans, graph.room, graph.input, picked), graph
+            except ragged.CapacityExceeded:  # it shares more prefixes, or wants more rows, than steps usually do
+                self._full = FULL if decodes else self._full
+        return None, None
 
 
 def _fitting(graphs: Listing[Graph], tokens: int) -> Graph | None:

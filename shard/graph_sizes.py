@@ -10,6 +10,10 @@ DECODES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 2
 MIXED = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 VERIFIED = (8, 16)  # also of mixed steps, for few sequences with their drafts
 MIXED_ROWS = 256  # rows of a mixed step whose logits are wanted
+# Rows from which a decode step has a second graph, for steps in which attention has one item for each row and nothing to merge:
+# with so many rows nearly all are, unless prefixes are shared. Programs and launches for what seldom is there took 8 to 40 us a
+# layer of an 8 B model with 256 rows (H200, 2026-11-27).
+LEAN = 32
 # What a graph takes besides the tensors that all graphs share: its nodes, on the device. An estimate until it is measured.
 GRAPH_BYTES = 8 << 20
 
@@ -38,6 +42,11 @@ def decodes(chosen: tuple[int, ...] | None, rows: int) -> list[int]:
     return [*below, rows] if 0 < rows <= DECODES[-1] else below
 
 
+def lean(chosen: tuple[int, ...] | None, rows: int) -> list[int]:
+    """Sizes of decode steps with a second, lean graph, ascending."""
+    return [size for size in decodes(chosen, rows) if size >= LEAN]
+
+
 def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, remembers: bool = False) -> list[int]:
     """Sizes of mixed steps, ascending. tokens: the most that a step has; drafts: whether there are any; remembers: some layers have
     recurrent state, whose launches depend on the number of spans."""
@@ -46,4 +55,5 @@ def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, rem
 
 def recorded(chosen: tuple[int, ...] | None, rows: int, tokens: int, drafts: bool, remembers: Sequence[bool]) -> list[int]:
     """Tokens of all steps that are recorded. remembers: of the model, and of a draft model, which has graphs of its own."""
-    return [size for own in remembers for size in (*decodes(chosen, rows), *mixed(chosen, tokens, drafts, own))]
+    both = *decodes(chosen, rows), *lean(chosen, rows)
+    return [size for own in remembers for size in (*both, *mixed(chosen, tokens, drafts, own))]

@@ -87,7 +87,7 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 import triton
-from penstock.kernels import compile, paged_attention
+from penstock.kernels import compile, paged_attention, paged_kernels
 
 kernels = compile.gather()
 [hopper] = [target for target in compile.TARGETS if target.name == "sm_90"]
@@ -97,9 +97,9 @@ for one in kernels:
         before, after = code.split("griddepcontrol.wait")
         accesses = [word for word in ("ld.global", "st.global", "cp.async", "atom", "red.global") if word in before]
         launches = "griddepcontrol.launch_dependents" in code
+        if one.kernel in (paged_kernels.attend, paged_kernels.merge):  # they read the plan, which no kernel writes
+            accesses = [word for word in accesses if word != "ld.global"]
         print("early:", one.name, launches, "st.global" in after, accesses)
-        if one.name in ("vector gated early", "product down early 32"):
-            print("prefetches:", before.count("prefetch.global.L2"), after.count("prefetch.global.L2"))
     if one.name in ("sampling draw", "sampling weigh"):
         print("vector loads:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
     if one.name in ("product down 16", "product vocabulary 32", "product output 64", "product gated 16"):
@@ -152,7 +152,7 @@ def compiled_code() -> dict[str, list[str]]:
     process = run_python("-c", INSPECTION_SCRIPT)
     assert process.returncode == 0, process.stdout + process.stderr
     found = [line.split(": ", 1) for line in process.stdout.splitlines()]
-    labels = "early", "prefetches", "vector loads", "wgmma", "exact", "loops", "overlap"
+    labels = "early", "vector loads", "wgmma", "exact", "loops", "overlap"
     return {label: [line for line_label, line in found if line_label == label] for label in labels}
 
 
@@ -162,8 +162,6 @@ def test_kernels_launched_early_access_no_memory_before_they_wait(compiled_code:
     assert len(compiled_code["early"]) >= 7, compiled_code
     for line in compiled_code["early"]:
         assert line.endswith("True True []"), line
-    # L2 prefetches before the wait, by each of 128 threads: of 4 KB of 64 outputs, and of 4 outputs of two weights.
-    assert sorted(compiled_code["prefetches"]) == ["16 0", "2 0"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")

@@ -3,6 +3,7 @@ also with steps that are padded and replayed as CUDA graphs."""
 
 import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +25,18 @@ from penstock.kernels import (
     linear,
     lookahead,
     operations,
+    paged_attention,
     work_list,
 )
 from penstock.proto.speculation import parse
-from penstock.shard import graph_sizes
+from penstock.shard import forward, graph_sizes
 from penstock.shard.decoding.hypotheses import Search, Stop
 from penstock.shard.drafter import Drafter
 from penstock.shard.engine import Engine
-from penstock.shard.forward import GraphExtent
+from penstock.shard.forward import Forward, Graph, GraphExtent
 from penstock.shard.models import stream
 from penstock.shard.parallel import Ranks
-from penstock.shard.sequence import Group, Sampling
+from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.speculator import Speculator
 from penstock.tests.kernels import sanitizer
 from penstock.tests.shard import configurations, packing, test_invariance, test_quantized, tiny
@@ -255,6 +257,53 @@ def test_padded_graph_steps_generate_the_reference_tokens(name: str, monkeypatch
     assert found.tokens == expected.tokens
     assert engine.forward.replayed > 3 * engine.forward.eager
     assert not any(part[:, 0].any() for part in engine.cache.pages)  # padding is not written, not even to page 0
+
+
+@pytest.mark.parametrize("name", [LLAMA, GEMMA4])
+def test_lean_graphs_hold_steps_whose_rows_are_one_item_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take the usual graphs: with more processors than programs rows are cut."""
+    monkeypatch.setattr(graph_sizes, "LEAN", 1)
+    monkeypatch.setattr(forward, "FULL", 2)
+    monkeypatch.setattr(work_list, "SHORTEST_ITEM", 4)
+    monkeypatch.setattr(work_list, "ALIGNMENT", 4)
+    expected = greedy(tiny.engine(name, 4, PAGES))
+    dispatch.force("triton")
+    for processors in (1, 1000):
+        monkeypatch.setattr(paged_attention, "processors_of", lambda device, processors=processors: processors)
+        engine = with_graphs(tiny.engine(name, 4, PAGES), monkeypatch)
+        replays = count_replays(engine.forward)
+        assert greedy(engine) == expected
+        assert replays == ({"lean": GREEDY} if processors == 1 else {"usual": GREEDY})
+
+
+GREEDY = 6  # decode steps
+
+
+def greedy(engine: Engine) -> list[list[int]]:
+    """Tokens that three sequences are continued with."""
+    groups = []
+    for uid in range(3):
+        begun, waiting = sequences([7 + 3 * uid + k for k in range(9 + 4 * uid)], 1)
+        groups.append(Group(uid, begun, waiting, Sampling(), GREEDY + 1, frozenset()))
+    outcomes = [engine.prefill(0, groups, [(uid, 99) for uid in range(3)], 99, [])]
+    outcomes += [engine.decode([0]) for _ in range(GREEDY)]
+    return [[emitted.pick.token for _, emitted in outcome.emitted] for outcome in outcomes]
+
+
+def count_replays(own: Forward) -> Counter[str]:
+    """Counts the replays of decode graphs from now on."""
+    replays = Counter[str]()
+
+    def counted(kind: str, graph: Graph) -> Graph:
+        def replay_and_count() -> Tensor:
+            replays[kind] += 1
+            return graph.replay()
+
+        return replace(graph, replay=replay_and_count)
+
+    own._lean = [counted("lean", graph) for graph in own._lean]
+    own._decodes = [counted("usual", graph) for graph in own._decodes]
+    return replays
 
 
 def test_steps_in_which_an_indexer_selects_tokens_run_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -422,7 +422,7 @@ def test_one_plan_serves_layers_of_several_kinds() -> None:
         (4, False, False, [16]),
         (16, False, False, [64]),
         (40, False, False, [64]),
-        (64, False, False, [16, 64]),
+        (64, False, False, [64]),
         (4, True, False, [16]),
         (16, True, False, [16, 64]),
         (64, True, False, [16, 64, 128]),
@@ -776,6 +776,15 @@ def test_decode_tiles_on_hopper_depend_on_the_number_of_rows() -> None:
     assert tile_rows(64, kv_heads=1, ratio=16, fp8=True) == [16, 64]
     assert tile_rows(64, kv_heads=1, ratio=64)[-1] == 128
     assert len(paged_attention.decode_tiles(LLAMA_LAYERS, torch.float32, 9, 64)) == 3
+
+
+def test_tile_of_lean_steps_is_the_smallest_where_all_its_programs_stay_busy() -> None:
+    def rows(tokens: int, kv_heads: int = 8, fp8: bool = False) -> int:
+        kind = LayerKind(0, kv_heads, 4, 128)
+        return paged_attention.lean_tile(kind, torch.bfloat16, 9, tokens, H200, fp8).rows
+
+    assert rows(32) == rows(197) == rows(512, kv_heads=1) == 64
+    assert rows(198) == rows(512) == rows(32, fp8=True) == 16
 
 
 def test_item_length_does_not_depend_on_how_many_tile_shapes_a_graph_has() -> None:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from penstock.kernels import dispatch, fused_quantized, fused_quantized_gemv, packed_experts, small_floats, small_integers
 from penstock.kernels.codes import BITS, QuantizedWeight, alike, dequantized, joined, quantize
-from penstock.kernels.fused_quantized import FEW, MOST
+from penstock.kernels.fused_quantized import MOST
 from penstock.kernels.linear import Invariance, Weight
 from penstock.kernels.quantized import Quantized, lay_out
 
@@ -312,10 +312,10 @@ def test_products_of_few_rows_with_the_nvidia_path_match_float64(kind: str, monk
 
 
 def check_few_rows(kind: str, outputs: int, inputs: int, group: int, zeros: bool, dtype: torch.dtype) -> None:
-    """Compares products of 1 to FEW rows with float64; rows whose numbers are not beside the last row's, and a bias."""
+    """Compares products of few rows with float64; rows whose numbers are not beside the last row's, and a bias."""
     codes, bias = random_weight(kind, outputs, inputs, group, zeros), torch.randn(outputs, device=DEVICE).to(dtype)
     product = laid_out_by("triton", codes, bias, dtype)
-    for rows in range(1, FEW + 1):
+    for rows in range(1, fused_quantized_gemv.MOST + 1):
         x = torch.randn(rows, inputs + 16, device=DEVICE).to(dtype)[:, :inputs]
         expected = x.double() @ dequantized(codes, torch.float64).T + bias.double()
         assert (product(x).double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
@@ -328,7 +328,7 @@ def test_products_of_few_rows_match_float64(
 ) -> None:
     """Outputs shorter than a tile, several tiles long, whole and not, with one scale each and with many."""
     monkeypatch.setattr(fused_quantized.torch, "empty", nan_tensor)
-    monkeypatch.setattr(fused_quantized_gemv, "SHAPES", dict.fromkeys((1, 2, 4), fused_quantized_gemv.Shape(4, 64, 4, 1)))
+    monkeypatch.setattr(fused_quantized_gemv, "SHAPE", fused_quantized_gemv.Shape(4, 64, 4, 1))
     for inputs in (32, 160, 256, 512):
         group = rng.choice([size for size in (32, 64, 96, 128, 256, 512) if inputs % size == 0])
         check_few_rows(kind, rng.choice([1, 8, 14, 33]), inputs, group, rng.random() < 0.5 and kind not in FLOATS, dtype)
@@ -339,7 +339,7 @@ def test_products_of_few_rows_match_float64(
 def test_products_whose_inputs_are_divided_match_float64(kind: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the last part is shorter, or has nothing."""
     monkeypatch.setattr(fused_quantized.torch, "empty", nan_tensor)
-    monkeypatch.setattr(fused_quantized, "FEW", 0)
+    monkeypatch.setattr(fused_quantized_gemv, "MOST", 0)
     monkeypatch.setattr(fused_quantized, "PARTS", (parts,))
     monkeypatch.setattr(fused_quantized, "SHORTEST", 1)
     for inputs in (parts * 128, 320):

@@ -613,7 +613,8 @@ def test_plan_counts_prefill_graphs_of_a_head_whose_model_has_none() -> None:
     model = checkpoint.read(tiny.folder("qwen3.5"), "dummy")
     options = Options(device="cuda", speculate="draft=mtp,tokens=3", max_batch_prefill_tokens=512)
     planned = plan.divide(options, model, Machine(cores=2, memory=1 << 32, fast_bfloat16=False, gpus=Gpus((1 << 36,))), model)
-    assert planned.graphs == 2 * len(graph_sizes.decodes(None, planned.sequences)) + len(graph_sizes.mixed(None, 512, drafts=True))
+    decodes = [*graph_sizes.decodes(None, planned.sequences), *graph_sizes.lean(None, planned.sequences)]
+    assert planned.graphs == 2 * len(decodes) + len(graph_sizes.mixed(None, 512, drafts=True))
 
 
 def deep_shape(name: str, **more: Any) -> Shape:
