@@ -221,7 +221,7 @@ def replayed(bench: Bench, chance: random.Random, trees: bool = True) -> float:
     worst = 0.0
     for rows in steps[::-1]:
         output.fill_(torch.nan)
-        plan.become(paged_attention.plan(rows, *sizes, **options))
+        paged_attention.plan(rows, *sizes, **options, into=plan)
         graph.replay()
         count = sum(row.queries for row in rows)
         worst = max(

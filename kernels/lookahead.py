@@ -47,6 +47,14 @@ def unknown(device: torch.device, entries: Sequence[Sequence[int]], tables: Sequ
     return Unknown(given[:size].view(-1, FIELDS), given[size:], any(entry[5] >= 0 for entry in entries))
 
 
+def unknown_tokens(device: torch.device, found: Sequence[tuple[int, int]]) -> Unknown:
+    """The same where no beams are continued, of each entry's `source` and `token`."""
+    entries = numpy.zeros((len(found), FIELDS), numpy.int32)
+    entries[:, :2], entries[:, 5] = found, -1
+    given = to_device(torch.from_numpy(entries), device)
+    return Unknown(given, given[:0].view(-1), False)
+
+
 def fill(tokens: Tensor, pages: Tensor | None, wanted: Unknown, picked: Tensor, parents: Tensor | None) -> None:
     """Fills in tokens, and page tables of beams. Where no token could be sampled it is 0: the result is thrown away.
 

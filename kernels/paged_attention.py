@@ -1,8 +1,7 @@
 """Ragged attention over a paged KV cache, in Triton: the accelerator's counterpart of `attention`.
 
 `plan` derives all tensors of a step once, for all layers, from rows of ints (`work_list` says how they are cut into items). They
-lie in one buffer, so that a step costs one copy to the device, and a captured CUDA graph is given the next step's by one copy as
-well.
+lie in one buffer, so that a step costs one copy to the device: into new memory, or into that which a captured CUDA graph reads.
 """
 
 import math
@@ -86,13 +85,6 @@ class Plan:
     page_size: int
     pieces: int  # partials that one program of `merge` loads at once
     settled: bool  # no kernel of the step writes the page tables
-
-    def become(self, other: "Plan") -> None:
-        """Copies another plan of the same capacity, windows and model into this one's tensors, for the replay of a CUDA graph.
-        Raises ValueError if sizes differ."""
-        if self.buffer.shape != other.buffer.shape:
-            raise ValueError(f"a plan of {len(other.buffer)} ints can't take the place of one of {len(self.buffer)}")
-        self.buffer.copy_(other.buffer, non_blocking=True)
 
     def chosen(self, pages: Tensor) -> "Plan":
         """The same plan over other page tables (int32): those that an indexer has chosen."""
@@ -215,14 +207,17 @@ def plan(
     share: bool = True,
     capacity: Capacity | None = None,
     eight_bits: bool = False,
+    into: Plan | None = None,
 ) -> Plan:
     """The plan of a step of `rows`, whose query tokens stand one row after the other.
 
     kinds: of the model's layers; dtype: of the queries; processors: the device's SMs; fixed: keys of an item (a multiple of 128)
     whatever else is running, so that a token's output is bit for bit independent of its neighbours and of which of them are
     computed before (batch invariance); with it rows do not share prefixes, nor do they without `share`; capacity: sizes fixed by a
-    CUDA graph, without it tensors are as long as this step needs; eight_bits: the cache is quantized to 8 bits. Raises ValueError
-    if `fixed` is no multiple of 128, CapacityExceeded if `capacity` is too small.
+    CUDA graph, without it tensors are as long as this step needs; eight_bits: the cache is quantized to 8 bits; into: a plan of the
+    same capacity and model, whose tensors take this one's contents, for the replay of a CUDA graph: asynchronously, after what is
+    queued on the device. Raises ValueError if `fixed` is no multiple of 128, or if sizes of `into` differ, CapacityExceeded if
+    `capacity` is too small.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
@@ -236,7 +231,7 @@ def plan(
         tiles = {kind: tiles_of(kind, dtype, generation, fixed > 0) for kind in kinds}
     most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())
     table = cutting.table(rows, page_size, most if share and not fixed else 0)
-    return _plan(table, tiles, device, processors, fixed, capacity)
+    return _plan(table, tiles, device, processors, fixed, capacity, into)
 
 
 def plan_single_tokens(
@@ -255,20 +250,23 @@ def _plan(
     processors: int,
     fixed: int = 0,
     capacity: Capacity | None = None,
+    into: Plan | None = None,
 ) -> Plan:
-    rows = table.rows
-    trees = {kind: _trees(rows, own, kind.ratio, capacity) for kind, own in tiles.items()}
+    trees = {kind: _trees(table, own, kind.ratio, capacity) for kind, own in tiles.items()}
     some = any(map(any, trees.values()))
     writer = _Writer()
     masks = writer.add(_masks(table, some), _room(capacity, "tokens") if capacity is None or capacity.trees else 0)
     positions = writer.add(table.positions, _room(capacity, "tokens"))
     listed = writer.add(table.tokens, _room(capacity, "listed"))
-    pages = writer.add(_pages(rows, table.page_size), _room(capacity, "pages"))
     places = {}
     for kind, own in tiles.items():
         parts = cutting.segments(table, kind, own)
         limit = fixed or cutting.longest(parts, kind.kv_heads, processors, own)
         places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
+    pages = writer.add(_pages(table), _room(capacity, "pages"))  # the last, for `_Writer.overwrite`
+    if into is not None:
+        writer.overwrite(into.buffer)
+        return into
     buffer = writer.buffer(device)
     return Plan(
         buffer=buffer,
@@ -288,9 +286,9 @@ def _plan(
     )
 
 
-def _trees(rows: Sequence[Row], tiles: Sequence[Tile], ratio: int, capacity: Capacity | None) -> tuple[bool, ...]:
+def _trees(table: cutting.Table, tiles: Sequence[Tile], ratio: int, capacity: Capacity | None) -> tuple[bool, ...]:
     """Per tile: whether its items may be of draft trees."""
-    taken = {cutting.tile_of(tiles, row.queries * ratio) for row in rows if row.parents is not None}
+    taken = {cutting.tile_of(tiles, table.rows[i].queries * ratio) for i in table.trees}
     if capacity is None:
         return tuple(tile in taken for tile in range(len(tiles)))
     if taken and not capacity.trees:
@@ -332,11 +330,23 @@ class _Writer:
 
     def buffer(self, device: torch.device) -> Tensor:
         """All arrays in one int32 tensor on the device, copied asynchronously from pinned memory on CUDA."""
-        result = torch.zeros(max(self._length, 1), dtype=torch.int32, pin_memory=device.type == "cuda")
+        return self._written(max(self._length, 1), device).to(device, non_blocking=True)
+
+    def overwrite(self, buffer: Tensor) -> None:
+        """Copies all arrays into a buffer of the same sizes, but for the room behind the last one. Raises ValueError if sizes
+        differ."""
+        if len(buffer) != max(self._length, 1):
+            raise ValueError(f"a plan of {self._length} ints can't take the place of one of {len(buffer)}")
+        start, last = self._parts[-1]
+        written = self._written(start + last.size, buffer.device)
+        buffer[: len(written)].copy_(written, non_blocking=True)
+
+    def _written(self, length: int, device: torch.device) -> Tensor:
+        result = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
         view = result.numpy()
         for start, numbers in self._parts:
             view[start : start + numbers.size] = numbers.reshape(-1)
-        return result.to(device, non_blocking=True)
+        return result
 
 
 def _room(capacity: Capacity | None, what: str) -> int | None:
@@ -344,25 +354,27 @@ def _room(capacity: Capacity | None, what: str) -> int | None:
     return room
 
 
-def _pages(rows: Sequence[Row], page_size: int) -> Array:
-    widths = [cutting.width(row, page_size) for row in rows]
-    used = [row.pages if len(row.pages) == width else row.pages[:width] for row, width in zip(rows, widths, strict=True)]
+def _pages(table: cutting.Table) -> Array:
+    used = [
+        row.pages if len(row.pages) == width else row.pages[:width]
+        for row, width in zip(table.rows, table.widths.tolist(), strict=True)
+    ]
     # Arrays, as the engine's are, are concatenated as bytes: with 256 rows of 4,000 tokens in 0.01 ms instead of 8.
     return numpy.frombuffer(b"".join([own if isinstance(own, array) else array("i", own) for own in used]), numpy.int32)
 
 
 def _masks(table: cutting.Table, trees: bool) -> Array:
     words = numpy.zeros((len(table.positions) if trees else 0, WORDS // 2), numpy.uint64)
-    for row, start in zip(table.rows, table.starts, strict=False):  # tables of `work_list.single_token_table` have no rows
-        if row.parents is not None:
-            words[start : start + row.queries] = cutting.masks(row)
+    for i in table.trees:
+        words[table.starts[i] : table.starts[i] + table.queries[i]] = cutting.masks(table.rows[i])
     return words.view(numpy.int32)
 
 
 def _launch(writer: _Writer, window: int, work: Work, capacity: Capacity | None) -> tuple[tuple[_Place, ...], _Place, _Place]:
     rooms = capacity.items[window] if capacity else (None,) * len(work.items)
     items = tuple(writer.add(kind, room) for kind, room in zip(work.items, rooms, strict=True))
-    entries = numpy.pad(work.entries, ((0, 0), (0, 1)))
+    entries = numpy.zeros((len(work.entries), 4), numpy.int32)
+    entries[:, :3] = work.entries
     return items, writer.add(entries, _room(capacity, "entries")), writer.add(work.pieces, _room(capacity, "pieces"))
 
 

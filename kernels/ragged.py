@@ -41,12 +41,15 @@ Unexpanded: TypeAlias = "shared_prefixes.Plan | batch_invariant.Plan | paged.Pla
 Plan: TypeAlias = "Unexpanded | expanded.Plan"
 
 
-def plan(rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None) -> tuple[Sequence[int], Plan]:
+def plan(
+    rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None, into: "paged.Plan | None" = None
+) -> tuple[Sequence[int], Plan]:
     """The order in which rows have to stand in a step, and the attention plan of the rows in that order. capacity: sizes fixed at
-    CUDA graph capture. Raises CapacityExceeded if these are too small, or if the step can't be a graph."""
+    CUDA graph capture; into: the graph's plan, of that capacity, which takes the contents of this one. Raises CapacityExceeded if
+    sizes are too small, or if the step can't be a graph."""
     long = expanded.rows_to_expand(rows, layout) if capacity is None else []
     if not long:
-        return _plan(rows, layout, capacity)
+        return _plan(rows, layout, capacity, into)
     others = sorted({*range(len(rows))}.difference(long))
     order, attended = _plan([rows[i] for i in others], layout) if others else ((), None)
     first = sum(rows[i].queries for i in others)
@@ -58,7 +61,7 @@ def plan(rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity
 
 
 def _plan(
-    rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None
+    rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None, into: "paged.Plan | None" = None
 ) -> tuple[Sequence[int], "Unexpanded"]:
     if not triton_on(layout.device):
         planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
@@ -79,6 +82,7 @@ def _plan(
         fixed=FIXED if layout.invariant else 0,
         capacity=capacity,
         eight_bits=layout.eight_bits,
+        into=into,
     )
     if narrow:
         from . import indexed_attention

@@ -15,6 +15,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and len(tensor) else tensor.to(device)
 
 
+def copy_into(tensor: Tensor, into: Tensor) -> None:
+    """Copies a host tensor into one on the device, likewise: after all work that was queued before."""
+    into.copy_(tensor.pin_memory() if into.is_cuda and len(tensor) else tensor, non_blocking=True)
+
+
 def list_to_device(device: torch.device, values: Sequence[int]) -> Tensor:
     """The values as an int64 tensor on the device. By numpy, which takes a third of the time that torch takes for a list."""
     return to_device(torch.from_numpy(numpy.array(values, numpy.int64)), device)

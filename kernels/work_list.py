@@ -114,46 +114,56 @@ class Table:
     queries: Array  # per row: number of query tokens
     contexts: Array  # per row: number of keys computed before
     starts: Array  # per row: index of its first query token in the step
-    offsets: Array  # per row: where its page table begins in the concatenated tables
+    widths: Array  # per row, where there are any: number of pages that it uses ...
+    offsets: Array  # ... and where these begin in the concatenated tables
     positions: Array  # per query token
     tokens: Array  # indices of all query tokens in order, then once more those of each run
     runs: list[tuple[Run, int]]  # page runs that rows share, each with where its tokens begin in `tokens`
     own: Array  # per row: its first key that is in no run
+    trees: list[int]  # rows that are draft trees
+    single: bool  # every row has one query token
 
 
 def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     """The table of a step. most: query tokens of a row up to which it may share keys with others (a row of more fills a tile of its
     own anyway); 0: nothing is shared."""
     queries, contexts = _ints([row.queries for row in rows]), _ints([row.context for row in rows])
-    starts, widths = _before(queries), -(-(contexts + queries) // page_size)
-    positions = _positions(rows, starts, contexts, queries)
+    trees = [i for i, row in enumerate(rows) if row.parents is not None]
+    total = int(queries.sum())
+    single = total == len(rows) and not trees
+    starts, widths = numpy.arange(total) if single else _before(queries), -(-(contexts + queries) // page_size)
+    positions = contexts if single else _positions(rows, starts, contexts, queries, trees)
     own = numpy.zeros_like(queries)
-    tokens, runs, count = [numpy.arange(len(positions))], [], len(positions)
+    runs, again, count = list[tuple[Run, int]](), list[int](), total
     for run in shared_runs(rows, page_size, most):
         runs.append((run, count))
-        tokens.append(_ranges(starts[run.members], queries[run.members]))
-        count += len(tokens[-1])
+        again += run.members
+        count += len(run.members) if single else int(queries[run.members].sum())
         own[run.members] = run.end * page_size
-    return Table(rows, page_size, queries, contexts, starts, _before(widths), positions, numpy.concatenate(tokens), runs, own)
+    tokens = numpy.arange(count)
+    if again:
+        tokens[total:] = again if single else _ranges(starts[again], queries[again])
+    offsets = _before(widths)
+    return Table(rows, page_size, queries, contexts, starts, widths, offsets, positions, tokens, runs, own, trees, single)
 
 
 def single_token_table(seen: Array, apart: int, page_size: int) -> Table:
     """The table of rows of one token each. seen: keys that each one sees; apart: entries of a page table, the same for each."""
-    count = numpy.arange(len(seen))
-    return Table((), page_size, numpy.ones_like(seen), seen - 1, count, count * apart, seen - 1, count, [], numpy.zeros_like(seen))
+    count, none = numpy.arange(len(seen)), numpy.zeros_like(seen)
+    return Table((), page_size, none + 1, seen - 1, count, none[:0], count * apart, seen - 1, count, [], none, [], True)
 
 
 def positions_of(rows: Sequence[Row]) -> Array:
     """Position of each query token in its sequence."""
     queries = _ints([row.queries for row in rows])
-    return _positions(rows, _before(queries), _ints([row.context for row in rows]), queries)
+    trees = [i for i, row in enumerate(rows) if row.parents is not None]
+    return _positions(rows, _before(queries), _ints([row.context for row in rows]), queries, trees)
 
 
-def _positions(rows: Sequence[Row], starts: Array, contexts: Array, queries: Array) -> Array:
+def _positions(rows: Sequence[Row], starts: Array, contexts: Array, queries: Array, trees: Sequence[int]) -> Array:
     positions = _ranges(contexts, queries)
-    for i, row in enumerate(rows):
-        if row.parents is not None:
-            positions[starts[i] : starts[i] + row.queries] = row.context + _ints(depths(row.parents))
+    for i in trees:
+        positions[starts[i] : starts[i] + queries[i]] = rows[i].context + _ints(depths(rows[i].parents or ()))
     return positions
 
 
@@ -163,12 +173,14 @@ def _ints(values: Sequence[int]) -> Array:
 
 def _before(counts: Array) -> Array:
     """Exclusive cumulative sum: for each count the sum of those before it."""
-    return numpy.cumsum(counts) - counts
+    sums: Array = counts.cumsum()
+    return sums - counts
 
 
 def _ranges(starts: Array, counts: Array) -> Array:
     """`counts[i]` consecutive ints from `starts[i]`, concatenated for all i."""
-    return numpy.arange(counts.sum()) + numpy.repeat(starts - _before(counts), counts)
+    found: Array = numpy.arange(counts.sum()) + (starts - _before(counts)).repeat(counts)
+    return found
 
 
 def width(row: Row, page_size: int) -> int:
@@ -190,6 +202,9 @@ def masks(row: Row) -> list[tuple[int, int]]:
 def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]:
     """Runs of pages that rows of at most `most` query tokens have in common: a walk down the radix tree of their page tables. A run
     comes after the one that it continues."""
+    first = [row.pages[0] for row in rows if row.context >= page_size]
+    if not most or len({*first}) == len(first):  # most steps: no two have a page in common
+        return
     able = [i for i, row in enumerate(rows) if row.queries <= most]
     full = [row.context // page_size if row.settled is None else row.settled for row in rows]
     least = -(-SHORTEST_RUN // page_size)
@@ -205,16 +220,18 @@ def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]
                 continue
             least_full = min(full[i] for i in together)
             end = alike + common_pages([list(rows[i].pages[alike:least_full]) for i in together])
-            if end - begin >= least:
+            long = end - begin >= least
+            if long:
                 yield Run(together, begin, end)
-                waiting.append((together, end, end))
-            else:
-                waiting.append((together, begin, end))
+            if end < max([full[i] for i in together]):
+                waiting.append((together, end if long else begin, end))
 
 
 def common_pages(tables: "Sequence[list[int]] | Sequence[array[int]]") -> int:
     """Length of the common prefix of page tables of equal length."""
     low, high = min(tables), max(tables)  # the prefix that these two share is common to all
+    if low == high:
+        return len(low)
     alike, differ = 0, len(low) + 1
     while differ - alike > 1:
         middle = (alike + differ) // 2
@@ -232,15 +249,15 @@ def tile_of(tiles: Sequence[Tile], rows: int) -> int:
 
 def segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array:
     """All segments in layers of that kind: [segments, fields of Segment]."""
-    common = numpy.array([*_common_segments(table, kind, tiles)], numpy.int64)
     own = _own_segments(table, kind, tiles)
-    return numpy.concatenate((common.reshape(-1, len(Segment._fields)), own))
+    common = [*_common_segments(table, kind, tiles)]
+    return numpy.concatenate((numpy.array(common, numpy.int64), own)) if common else own
 
 
 def _common_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Iterator[Segment]:
     for run, first in table.runs:
         for members, begin, end in _seen(table, run, kind):
-            count = int(table.queries[members].sum())
+            count = len(members) if table.single else int(table.queries[members].sum())
             tile = tile_of(tiles, count * kind.ratio)
             most = tiles[tile].rows // kind.ratio
             for at in range(0, count if begin < end else 0, most):
@@ -250,34 +267,47 @@ def _common_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> It
 
 
 def _own_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array:
-    sizes, window = _ints([tile.rows for tile in tiles]), kind.window
-    taken = numpy.minimum(numpy.searchsorted(sizes, table.queries * kind.ratio), len(tiles) - 1)
-    most = sizes[taken] // kind.ratio
-    parts = -(-table.queries // most)  # segments of each row
-    row = numpy.repeat(numpy.arange(len(parts)), parts)
-    at = _ranges(numpy.zeros_like(parts), parts) * most[row]
-    first = table.starts[row] + at
-    count = numpy.minimum(most[row], table.queries[row] - at)
-    tree = numpy.full(len(row), CAUSAL)
-    lowest = table.positions[first]
-    for i in [i for i, one in enumerate(table.rows) if one.parents is not None]:
+    window, row, taken, first, count = kind.window, *_parts(table, kind, tiles)
+    lowest, context = table.positions[first], table.contexts[row]
+    result = numpy.empty((len(first), len(Segment._fields)), numpy.int64)
+    result[:, FIRST], result[:, QUERIES], result[:, PAGES], result[:, CONTEXT] = first, count, table.offsets[row], context
+    # A node's ancestors stand before it, in a tree as well.
+    result[:, END] = context + count if table.single else context + first - table.starts[row] + count
+    result[:, TREE], result[:, TILE], result[:, SHARED] = CAUSAL, taken, 0
+    for i in table.trees:
         for k in numpy.flatnonzero(row == i):
-            tree[k], lowest[k] = table.starts[i], table.positions[first[k] : first[k] + count[k]].min()
+            result[k, TREE] = table.starts[i]
+            lowest[k] = table.positions[first[k] : first[k] + count[k]].min()
     begin = table.own[row]
     if kind.chunked:
-        begin = numpy.maximum(begin, table.contexts[row] // window * window)
+        begin = numpy.maximum(begin, context // window * window)
     elif window:
         begin = numpy.maximum(begin, (lowest - window + 1) // ALIGNMENT * ALIGNMENT)
-    context = table.contexts[row]
-    end = context + at + count  # a node's ancestors stand before it, in a tree as well
+    result[:, BEGIN] = begin
     if kind.joined and any(one.whole for one in table.rows):
         whole = numpy.array([one.whole for one in table.rows])[row]
-        tree[whole], end[whole] = WHOLE, (table.contexts + table.queries)[row[whole]]
-    together = numpy.zeros(len(parts), numpy.int64)
-    for run, _ in table.runs:
-        for members, first_key, last_key in _seen(table, run, kind):
-            together[members] |= first_key < last_key
-    return numpy.stack((first, count, table.offsets[row], begin, end, context, tree, taken[row], together[row]), 1)
+        result[whole, TREE], result[whole, END] = WHOLE, (table.contexts + table.queries)[row][whole]
+    if table.runs:
+        together = numpy.zeros_like(table.queries)
+        for run, _ in table.runs:
+            for members, first_key, last_key in _seen(table, run, kind):
+                if first_key < last_key:
+                    together[members] = 1
+        result[:, SHARED] = together[row]
+    return result
+
+
+def _parts(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> "tuple[Array | slice, Array | int, Array, Array]":
+    """Of each segment of a row's own: the row, the tile, its first query token, and how many it has. A row of one token is one."""
+    if table.single:
+        return slice(None), tile_of(tiles, kind.ratio), table.starts, table.queries
+    sizes = _ints([tile.rows for tile in tiles])
+    taken = numpy.minimum(sizes.searchsorted(table.queries * kind.ratio), len(tiles) - 1)
+    most = sizes[taken] // kind.ratio
+    parts = -(-table.queries // most)  # segments of each row
+    row = numpy.arange(len(parts)).repeat(parts)
+    at = _ranges(numpy.zeros_like(parts), parts) * most[row]
+    return row, taken[row], table.starts[row] + at, numpy.minimum(most[row], table.queries[row] - at)
 
 
 def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], int, int]]:
@@ -298,7 +328,7 @@ def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile])
     """The most keys of an item, so that all processors finish at about the same time. parts: from `segments`."""
     lengths = parts[:, END] - parts[:, BEGIN]
     total = int(lengths.sum()) * kv_heads
-    large = bool((_ints([tile.rows for tile in tiles])[parts[:, TILE]] >= LARGE).all())
+    large = all(tile.rows >= LARGE or place not in parts[:, TILE] for place, tile in enumerate(tiles))
     places = processors if large else processors * ITEMS_PER_PROCESSOR
     share = -(-total // (places if total >= places * SHORT else processors))
     limit = -(-max(share, SHORTEST_ITEM) // ALIGNMENT) * ALIGNMENT
@@ -322,23 +352,39 @@ def _ended(lengths: Array, limit: int, places: int) -> int:
 def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: bool) -> Work:
     """The items of all segments, of at most `limit` keys, and their merge list. fixed: cut at multiples of `limit`, so that a row's
     cuts don't depend on what else is in the step."""
+    if not fixed and not parts[:, SHARED].any() and (parts[:, END] - parts[:, BEGIN]).max(initial=0) <= limit:
+        return _uncut(parts, len(tiles))
     which, begins, ends = _cuts(parts, _ints([tile.keys for tile in tiles]), limit, fixed)
     pieces = numpy.bincount(which, minlength=len(parts))  # number of items of each segment
     merged = ((parts[:, SHARED] > 0) | (pieces > 1))[which]
-    queries = numpy.where(merged, parts[which, QUERIES], 0)
-    partials = _before(queries)
+    queries = parts[which, QUERIES] * merged
     items = parts[which, :8]
-    items[:, BEGIN], items[:, END], items[:, PARTIAL] = begins, ends, numpy.where(merged, partials, -1)
-    longest_first = numpy.argsort(begins - ends, kind="stable")
-    taken = parts[which, TILE][longest_first]
+    taken = items[:, TILE].copy()
+    items[:, BEGIN], items[:, END], items[:, PARTIAL] = begins, ends, numpy.where(merged, _before(queries), -1)
+    longest_first = (begins - ends).argsort(kind="stable")
+    items, taken = items[longest_first], taken[longest_first]
     tokens = table.tokens[_ranges(parts[which, FIRST], queries)]  # token of each partial
-    order = numpy.argsort(tokens, kind="stable")
-    own, places, counts = numpy.unique(tokens[order], return_index=True, return_counts=True)
+    counts = numpy.bincount(tokens)  # partials of each token
+    own = counts.nonzero()[0]
+    entries = numpy.empty((len(own), 3), numpy.int64)
+    entries[:, 0], entries[:, 1], entries[:, 2] = own, _before(counts)[own], counts[own]
     return Work(
-        items=tuple(items[longest_first[taken == tile]] for tile in range(len(tiles))),
-        entries=numpy.stack((own, places, counts), 1),
-        pieces=order,
+        items=_of_tiles(items, taken, len(tiles)),
+        entries=entries,
+        pieces=tokens.argsort(kind="stable"),
     )
+
+
+def _uncut(parts: Array, tiles: int) -> Work:
+    """The same where no segment is cut, and none shared: most steps of many rows."""
+    items = parts[(parts[:, BEGIN] - parts[:, END]).argsort(kind="stable"), :8]
+    taken = items[:, TILE].copy()
+    items[:, PARTIAL] = -1
+    return Work(_of_tiles(items, taken, tiles), numpy.zeros((0, 3), numpy.int64), numpy.zeros(0, numpy.int64))
+
+
+def _of_tiles(items: Array, taken: Array, tiles: int) -> tuple[Array, ...]:
+    return tuple(items[taken == tile] for tile in range(tiles)) if tiles > 1 else (items,)
 
 
 FIRST, QUERIES, PAGES, BEGIN, END, CONTEXT, TREE, TILE, SHARED = range(len(Segment._fields))

@@ -76,10 +76,11 @@ class Forward:
     def __call__(self, spans: Listing[Span], picked: DeviceSamples | None = None) -> Tensor:
         """Computes spans, writes their keys and values, and returns the hidden states of the wanted rows: [rows, hidden], valid
         until the next call. picked: see `step.plan`."""
-        tokens = sum(len(span.tokens) for span in spans)
+        tokens = sum([len(span.tokens) for span in spans])
         # Also where a pool of positions that ends here may begin within an image: graphs do not take the image's rotary positions.
         back = max(0, self._layout.members - 1)
-        shows = any(span.sequence.shows(span.start - back) for span in spans)
+        pictured = [span for span in spans if span.sequence.pictures is not None]
+        shows = any(span.sequence.shows(span.start - back) for span in pictured)
         own, graph = (None, None) if shows else self._padded(spans, tokens, picked)
         if own is None:
             own = self._plan(spans, picked=picked)
@@ -91,8 +92,7 @@ class Forward:
             return self._compute(own)
         self.replayed += 1
         self._last = None
-        graph.input.become(own)
-        return graph.replay()[: sum(span.wanted for span in spans)]
+        return graph.replay()[: sum([span.wanted for span in spans])]
 
     def follow(self, spans: Listing[Span]) -> Tensor:
         """The same for spans of one token each, which continue those of the last call in their order; these wanted one row each.
@@ -135,12 +135,14 @@ class Forward:
             graphs.insert(0, Graph(room, own, replay))
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
-    def _plan(self, spans: Listing[Span], room: Room | None = None, picked: DeviceSamples | None = None) -> Step:
+    def _plan(
+        self, spans: Listing[Span], room: Room | None = None, into: Step | None = None, picked: DeviceSamples | None = None
+    ) -> Step:
         narrows = self.narrows and self._decoder.kept is None
-        return step.plan(spans, self._layout, room, picked, self._adapted, self._remembers, narrows, self._before)
+        return step.plan(spans, self._layout, room, into, picked, self._adapted, self._remembers, narrows, self._before)
 
     def _padded(self, spans: Listing[Span], tokens: int, picked: DeviceSamples | None) -> tuple[Step, Graph] | tuple[None, None]:
-        """The step, padded to the size of a graph that holds it, and this graph; a lean one if possible."""
+        """The step, in the input buffers of a graph that holds it, and this graph; a lean one if possible."""
         decodes = tokens == len(spans)
         self._full -= decodes and self._full > 0
         for graphs in (self._lean, self._decodes) if decodes else (self._mixed,):
@@ -148,7 +150,7 @@ class Forward:
             if graph is None:
                 continue
             try:
-                return self._plan(spans, room=graph.room, picked=picked), graph
+                return self._plan(spans, graph.room, graph.input, picked), graph
             except ragged.CapacityExceeded:  # it shares more prefixes, or wants more rows, than steps usually do
                 self._full = FULL if decodes else self._full
         return None, None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from ..kernels import attention, batch_invariant, expanded, lookahead, ragged, s
 from ..kernels.dispatch import triton_on
 from ..kernels.layout import AttentionLayout
 from ..kernels.spans import Spans
-from ..kernels.transfer import list_to_device, lists_to_device, to_device
+from ..kernels.transfer import copy_into, lists_to_device, to_device
 from .pages import PADDING
 from .pictures import AXES, PromptImage
 from .sequence import Group, Sequence
@@ -146,11 +147,6 @@ class Step:
         positions = self.positions.index_select(0, self.last.tokens)
         return replace(self, positions=positions, rows=self.last.rows, attention=self.last.attention, last=None)
 
-    def become(self, other: "Step") -> None:
-        """Takes the contents of a step for the same room, in place."""
-        self.buffer.copy_(other.buffer, non_blocking=True)
-        _paged(self.attention).become(_paged(other.attention))
-
 
 def _paged(plan: ragged.Plan) -> "paged_attention.Plan":
     """The attention plan of a step that may be a recorded graph, or have heirs: one of pages."""
@@ -183,7 +179,17 @@ class _Lists:
     slots: list[int]
     numbers: list[int]  # LoRA adapter of each token; []: none uses one
     wanted: list[int]
+    states: list[int] = field(default_factory=list)  # of recurrent layers, see `_states`; []: there are none
     before: list[int] = field(default_factory=list)
+
+    @property
+    def parts(self) -> tuple[list[int], ...]:
+        """All of them, in the order of the step's buffer."""
+        return self.tokens, self.positions, self.slots, self.wanted, self.numbers, self.states, self.before
+
+    def buffer(self) -> Tensor:
+        """The contents of the step's buffer, on the host."""
+        return torch.from_numpy(numpy.array([*chain(*self.parts)], numpy.int64))
 
     def pad(self, room: Room, adapted: bool) -> None:
         """Pads to the room. Raises ragged.CapacityExceeded if it is too small. adapted: see `plan`."""
@@ -202,43 +208,57 @@ def plan(
     spans: Listing[Span],
     layout: AttentionLayout,
     room: Room | None = None,
+    into: Step | None = None,
     picked: DeviceSamples | None = None,
     adapted: bool = False,
     remembers: bool = False,
     narrows: bool = False,
     before: NgramContext | None = None,
 ) -> Step:
-    """The step that computes `spans`. picked: what the step before has sampled, if the host doesn't know it; adapted: the decoder
-    has LoRA adapters; remembers: it has layers with recurrent state, so a room is for spans of one token; narrows: its last layers
-    have no keys of their own; before: it has n-gram embeddings. Raises ragged.CapacityExceeded if there is no room."""
+    """The step that computes `spans`. into: the input of a recorded graph of that room, whose tensors take this step's contents,
+    after what is queued on the device, and are those of the result; picked: what the step before has sampled, if the host doesn't
+    know it; adapted: the decoder has LoRA adapters; remembers: it has layers with recurrent state, so a room is for spans of one
+    token; narrows: its last layers have no keys of their own; before: it has n-gram embeddings. Raises ragged.CapacityExceeded if
+    there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and triton_on(layout.device)  # only the device knows which beam each heir continues
     tables = _tables(spans, picked if fronts and not later else None)
-    rows = [_row(span, pages, later) for span, pages in zip(spans, tables, strict=True)]
-    order, attended = ragged.plan(rows, layout, room.attention if room else None)
+    rows = [
+        attention.Row(len(span.tokens), span.start, pages, span.parents, None, span.whole)
+        for span, pages in zip(spans, tables, strict=True)
+    ]
+    for row, span in zip(rows, spans, strict=True) if later else ():
+        row.settled = span.front.settled if span.front else None
+    held = _paged(into.attention) if into is not None else None
+    order, attended = ragged.plan(rows, layout, room.attention if room else None, held)
     lists, starts = _listed(spans, order, layout.page_size, adapted)
     if room is not None:
         lists.pad(room, adapted)
     elif not any(number >= 0 for number in lists.numbers):
         lists.numbers = []
-    lengths, states = _states(spans, order, room) if remembers else ((), [])
-    showing = [(starts[i], spans[i]) for i in order if spans[i].sequence.shows(spans[i].start)]
+    lengths, lists.states = _states(spans, order, room) if remembers else ((), [])
+    pictured = [(starts[i], spans[i]) for i in order if spans[i].sequence.pictures is not None]
+    showing = [(first, span) for first, span in pictured if span.sequence.shows(span.start)]
     marks = [mark for first, span in showing for mark in _marks(first, span)]
     for token in chain.from_iterable(tokens for _, tokens, _ in marks):
         lists.tokens[token] = before.image if before else 0  # an id in every vocabulary: image features replace its embedding
     lists.before = _before(spans, order, len(lengths), before) if before else []
-    step = _step(lists, attended, layout, lengths, states)
+    if into is not None:
+        copy_into(lists.buffer(), into.buffer)
+    step = into or _step(lists, attended, layout, lengths)
     if showing:
         shown = [ImageTokens(picture, *lists_to_device(layout.device, *both)) for picture, *both in marks]
         step = replace(step, turned=_axes(range(1, AXES), lists.positions, showing, 0, layout), shown=shown)
     back = layout.members - 1
-    early = [(starts[i], spans[i]) for i in order if back > 0 and spans[i].sequence.shows(spans[i].start - back)]
+    early = [(first, span) for first, span in pictured if back > 0 and span.sequence.shows(span.start - back)]
     if early:
         step = replace(step, firsts=_axes(range(AXES), lists.positions, early, back, layout))
     if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
         step = replace(step, last=_last(spans, starts, layout))
-    lacked = _lacked(spans, rows, starts, layout) if picked is not None else None
+    lacked = None
+    if picked is not None:
+        lacked = _lacked_by_heirs(spans, rows, starts, layout) if fronts else _lacked(spans, starts, layout)
     if picked is not None and lacked is not None:
         pages = _paged(step.attention).pages if later else None
         lookahead.fill(step.tokens, pages, lacked, picked.tokens, picked.parents)
@@ -246,25 +266,33 @@ def plan(
     return step
 
 
-def _row(span: Span, pages: Listing[int], later: bool) -> attention.Row:
-    """later: only the device learns which pages it continues."""
-    settled = span.front.settled if later and span.front else None
-    return attention.Row(len(span.tokens), span.start, pages, span.parents, settled, span.whole)
-
-
 def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool) -> tuple[_Lists, list[int]]:
     """The lists of a step, and the index of each span's first token. size: of a page."""
-    tokens, positions, slots, numbers = list[int](), list[int](), list[int](), list[int]()
+    ordered = [spans[i] for i in order]
+    numbers = [span.sequence.adapter for span in ordered for _ in span.tokens] if adapted else []
+    if max(map(len, [span.tokens for span in ordered]), default=1) == 1 and not any(span.sequence.pictures for span in ordered):
+        return _listed_single(spans, order, size, numbers)
+    tokens, positions, slots = list[int](), list[int](), list[int]()
     starts = [0] * len(spans)
-    for i in order:
-        span, start, own = spans[i], spans[i].start, spans[i].sequence.pages
+    for i, span in zip(order, ordered, strict=True):
+        start, own = span.start, span.sequence.pages
         starts[i] = len(tokens)
         tokens += span.tokens
         places = range(start, start + len(span.tokens))
         positions += places if span.parents is None and span.sequence.pictures is None else _positions(span)
         slots += [own[place // size] * size + place % size for place in places]
-        numbers += [span.sequence.adapter] * len(span.tokens) if adapted else ()
     return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
+
+
+def _listed_single(spans: Listing[Span], order: Listing[int], size: int, numbers: list[int]) -> tuple[_Lists, list[int]]:
+    """The same for spans of one token each, without images."""
+    ordered, starts = [spans[i] for i in order], [0] * len(spans)
+    places = [span.start for span in ordered]
+    slots = [span.sequence.pages[place // size] * size + place % size for span, place in zip(ordered, places, strict=True)]
+    for k, i in enumerate(order):
+        starts[i] = k
+    wanted = [*starts] if {span.wanted for span in spans} == {1} else _wanted(spans, starts)
+    return _Lists([span.tokens[0] for span in ordered], places, slots, numbers, wanted), starts
 
 
 def parted(spans: Listing[Span]) -> list[Span]:
@@ -363,11 +391,16 @@ def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> "list[array[i
     return [span.front.pages_of(span.sequence, parents[span.source]) if span.front else span.sequence.pages for span in spans]
 
 
-def _lacked(
+def _lacked(spans: Listing[Span], starts: Listing[int], layout: AttentionLayout) -> lookahead.Unknown | None:
+    """The tokens that only the device knows. starts: index of each span's first token. None: it knows all."""
+    found = [(span.source, token) for span, token in zip(spans, starts, strict=True) if span.source >= 0]
+    return lookahead.unknown_tokens(layout.device, found) if found else None
+
+
+def _lacked_by_heirs(
     spans: Listing[Span], rows: Listing[attention.Row], starts: Listing[int], layout: AttentionLayout
-) -> lookahead.Unknown | None:
-    """What only the device knows: tokens, and, of heirs, the pages that the beams of their front don't all share. starts: index of
-    each span's first token. None: nothing."""
+) -> lookahead.Unknown:
+    """The same, and of heirs the pages that the beams of their front don't all share."""
     size, offset = layout.page_size, 0
     entries, tables = list[tuple[int, ...]](), list[int]()
     begins: dict[BeamFront, int] = {}  # where the tables of a front's beams begin
@@ -384,7 +417,7 @@ def _lacked(
         elif span.source >= 0:
             entries.append((span.source, token, 0, 0, 0, -1, 0, 0))
         offset += work_list.width(row, size)
-    return lookahead.unknown(layout.device, entries, tables) if entries else None
+    return lookahead.unknown(layout.device, entries, tables)
 
 
 def follow(before: Step, spans: Listing[Span], layout: AttentionLayout) -> Step | None:
@@ -403,13 +436,10 @@ def follow(before: Step, spans: Listing[Span], layout: AttentionLayout) -> Step 
     return _step(_Lists(tokens, positions, slots, [], wanted), attended, layout) if attended is not None else None
 
 
-def _step(
-    lists: _Lists, attended: ragged.Plan, layout: AttentionLayout, lengths: tuple[int, ...] = (), states: Listing[int] = ()
-) -> Step:
-    """lengths, states: of recurrent layers, see `_states`; (): there are none."""
-    parts = (lists.tokens, lists.positions, lists.slots, lists.wanted, lists.numbers, states, lists.before)
-    buffer = list_to_device(layout.device, [*chain(*parts)])
-    tokens, positions, slots, rows, adapters, own, before = torch.split(buffer, [*map(len, parts)])
+def _step(lists: _Lists, attended: ragged.Plan, layout: AttentionLayout, lengths: tuple[int, ...] = ()) -> Step:
+    """lengths: of recurrent layers, see `_states`; (): there are none."""
+    buffer = to_device(lists.buffer(), layout.device)
+    tokens, positions, slots, rows, adapters, own, before = torch.split(buffer, [*map(len, lists.parts)])
     found = Spans(lengths, *torch.split(own, [len(lengths) + 1, *[len(lengths)] * 3])) if lengths else None
     earlier = before.view(len(lengths), -1) if lists.before else None
     return Step(buffer, tokens, positions, slots, rows, attended, adapters if lists.numbers else None, found, earlier)
@@ -434,5 +464,8 @@ def _before(spans: Listing[Span], order: Listing[int], count: int, before: Ngram
 
 
 def _wanted(spans: Listing[Span], starts: Listing[int]) -> list[int]:
-    ends = [start + len(span.tokens) for span, start in zip(spans, starts, strict=True)]
-    return [row for span, end in zip(spans, ends, strict=True) for row in range(end - span.wanted, end)]
+    return [
+        row
+        for span, start in zip(spans, starts, strict=True)
+        for row in range(start + len(span.tokens) - span.wanted, start + len(span.tokens))
+    ]

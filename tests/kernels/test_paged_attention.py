@@ -388,11 +388,11 @@ def test_plan_with_reserved_capacity_is_overwritten_by_another_in_place() -> Non
     )
     step = first.check(capacity=room)
     buffer = step.buffer.data_ptr()
-    step.become(other.plan(capacity=room))
+    assert other.plan(capacity=room, into=step) is step
     assert step.buffer.data_ptr() == buffer
     torch.testing.assert_close(other.attend(step).double().cpu(), other.expected(), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="can't take the place"):
-        step.become(other.plan())
+        other.plan(into=step)
     with pytest.raises(ValueError, match="room for 20"):
         AttentionCase(random_paged_rows([(21, 0)], 16, random.Random(7)), 16).plan(capacity=room)
 
@@ -407,9 +407,8 @@ def test_one_plan_serves_layers_of_several_kinds() -> None:
     plans = []
     for seed in range(2):
         rows = random_paged_rows(shapes, 16, random.Random(seed), trees=0.5, sharing=0.5)
-        plans.append(plan(rows, 16, kinds, DEVICE, dtype=torch.float32, processors=3, capacity=room))
-        if seed:
-            plans[0].become(plans[1])
+        into = plans[0] if seed else None
+        plans.append(plan(rows, 16, kinds, DEVICE, dtype=torch.float32, processors=3, capacity=room, into=into))
         for kind in kinds:
             case = AttentionCase(rows, 16, kv_heads=kind.kv_heads, ratio=kind.ratio, size=kind.size)
             found = case.attend(plans[0], kind.window)
@@ -490,7 +489,7 @@ class TestCheckDetectsPlantedFaults:
 
     def test_page_table_of_another_row(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pages = paged_attention._pages
-        monkeypatch.setattr(paged_attention, "_pages", lambda rows, page_size: pages(rows, page_size)[::-1].copy())
+        monkeypatch.setattr(paged_attention, "_pages", lambda table: pages(table)[::-1].copy())
         self.assert_check_fails()
 
     def test_partial_result_that_is_not_merged(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -611,6 +610,58 @@ def test_shared_pages_are_read_once_unless_too_short_for_a_merge() -> None:
                 assert (depth - begin) * page_size < SHORTEST_RUN
         run_count += len(table.runs)
     assert run_count > 300
+
+
+def test_rows_of_one_token_are_planned_as_any_others() -> None:
+    """They skip what is needed for several tokens per row: the result is the same, number for number."""
+    rng = random.Random(21)
+    for _ in range(200):
+        page_size, window = rng.choice([1, 16, 64]), rng.choice([0, 128, 1000])
+        shapes = [(1, rng.choice([rng.randint(0, 40), rng.randint(0, 3000)])) for _ in range(rng.randint(1, 30))]
+        rows = random_paged_rows(shapes, page_size, rng, sharing=rng.choice([0.0, 0.7]))
+        kind = LayerKind(window, 2, rng.choice([1, 8]), 64, chunked=window > 0 and rng.random() < 0.3)
+        table = work_list.table(rows, page_size, 60 // kind.ratio)
+        assert table.single
+        assert table.starts.tolist() == list(range(len(rows)))
+        assert table.positions.tolist() == [row.context for row in rows]
+        members = [i for run, _ in table.runs for i in run.members]
+        assert table.tokens.tolist() == [*range(len(rows)), *members]
+        parts = work_list.segments(table, kind, TILES)
+        assert parts.tolist() == work_list.segments(replace(table, single=False), kind, TILES).tolist()
+
+
+def test_work_that_needs_no_cuts_is_the_same_without_looking_for_them() -> None:
+    rng = random.Random(23)
+    for _ in range(50):
+        shapes = [(rng.choice([1, 1, 5, 40]), rng.randint(0, 3000)) for _ in range(rng.randint(1, 20))]
+        table = work_list.table(random_paged_rows(shapes, 16, rng, trees=0.3), 16, 0)
+        parts = work_list.segments(table, LayerKind(0, 2, 4, 64), TILES)
+        limit = int((parts[:, work_list.END] - parts[:, work_list.BEGIN]).max())
+        whole = work_list.work(table, parts, TILES, limit, False)
+        searched = work_list.work(table, parts, TILES, -(-limit // 128) * 128, True)  # cut at multiples of more than any row's keys
+        assert [items.tolist() for items in whole.items] == [items.tolist() for items in searched.items]
+        assert whole.entries.shape == searched.entries.shape == (0, 3)
+        assert whole.pieces.shape == searched.pieces.shape == (0,)
+        assert len(work_list.work(table, parts, TILES, limit - 1, False).pieces)  # one key less, and a segment is cut
+
+
+def test_a_reused_plan_equals_a_new_one() -> None:
+    """Whatever it held before: only what is behind its page tables stays, which no item refers to."""
+    rng = random.Random(22)
+    kinds = [LayerKind(0, 2, 4, 64), LayerKind(40, 2, 4, 64)]
+    layout = AttentionLayout(16, tuple(kinds), torch.float32, DEVICE)
+    room = ragged.capacity(layout, 24, 8, 800, 400, mixed=True, trees=True)
+    held = plan([], 16, kinds, DEVICE, dtype=torch.float32, processors=3, capacity=room)
+    for _ in range(60):
+        shapes = [(rng.choice([1, 1, 3]), rng.choice([rng.randint(0, 30), rng.randint(0, 700)])) for _ in range(rng.randint(1, 8))]
+        rows = random_paged_rows(shapes, 16, rng, trees=rng.choice([0.0, 0.5]), sharing=0.5)
+        options = {"dtype": torch.float32, "processors": 3, "capacity": room}
+        fresh = plan(rows, 16, kinds, DEVICE, **options)  # type: ignore[arg-type]
+        assert plan(rows, 16, kinds, DEVICE, **options, into=held) is held  # type: ignore[arg-type]
+        used = sum(work_list.width(row, 16) for row in rows)
+        end = len(held.buffer) - len(held.pages) + used
+        assert held.pages[:used].tolist() == [page for row in rows for page in row.pages[: work_list.width(row, 16)]]
+        assert held.buffer[:end].equal(fresh.buffer[:end])
 
 
 def test_nested_shared_prefixes_form_nested_runs() -> None:
