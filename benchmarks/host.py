@@ -20,7 +20,7 @@ from torch import Tensor
 
 from penstock.benchmarks.gpu_measure import replaced
 from penstock.benchmarks.gpu_model import write
-from penstock.kernels import dispatch
+from penstock.kernels import dispatch, lookahead
 from penstock.kernels.beam import Continuations
 from penstock.shard import logits
 from penstock.shard.config import ShardConfig
@@ -71,7 +71,7 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     engine.decoder.__class__ = Still
     dispatch.force("triton")
     engine.resize(4 * rows * -(-(context + steps) // PAGE))
-    engine.cache.copy_rows = lambda *columns: None  # type: ignore[method-assign]
+    engine.cache.copy_rows = engine.cache.inherit = lambda *given: None  # type: ignore[method-assign]
     extent = GraphExtent(rows, rows, context + steps, engine.pool.pages, (rows,))
     engine.record(lambda run: run, extent, lambda stage: None)
     return engine
@@ -96,6 +96,7 @@ def measure(rows: int, context: int, steps: int, width: int = 0) -> float:
         dispatch.forced(""),  # restores the setting that is forced below
         replaced(logits, "begin", begin),
         replaced(logits, "expand", expand),
+        replaced(lookahead, "fill", lambda *given: None),
         tempfile.TemporaryDirectory() as scratch,
     ):
         return _measure(engine_of(rows, context, steps + 2 * WARM, Path(scratch)), rows, context, steps, width)
