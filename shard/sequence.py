@@ -26,6 +26,7 @@ from .pages import page_table
 from .pictures import PromptImage, PromptImages
 from .prefix import Node
 
+NO_DRAFT = Tree()
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is in flight.
 AHEAD = 2
 LEAD = 4  # first tokens of an answer, perhaps white space, among which reasoning begins if there is any
@@ -91,7 +92,7 @@ class Sequence:
     node: Node | None = None  # the prefix cache's node of its last published full page; None: there is none
     grammar_state: GrammarState | None = None  # its state in the group's grammar, once requested; on rank 0 only
     path: Path | None = None  # of a beam
-    draft: Tree = field(default_factory=Tree)  # draft tokens for the step that is planned
+    draft: Tree = NO_DRAFT  # draft tokens for the step that is planned
     # how drafts were drawn, for rejection sampling (rule `rejection`): see `verify.Draft`; on rank 0 only
     tried: tuple[tuple[DraftToken, ...], ...] = ()
     acceptance: Acceptance | None = None  # its past acceptance of drafts
@@ -281,7 +282,7 @@ class Group:
         if not others:
             return len(first.pages)
         shared = self.prompt_length // page_size
-        return min(shared, len(first.pages)) + len({page for s in self.sequences for page in s.pages[shared:]})
+        return min(shared, len(first.pages)) + len(set[int]().union(*[s.pages[shared:] for s in self.sequences]))
 
 
 def sequences(
