@@ -64,7 +64,7 @@ class StepInFlight:
         return [
             Span(sequence, sequence.computed, (0,), source=row)
             for row, sequence in enumerate(group.sequences, first)
-            if sequence.generated + 1 < most
+            if len(sequence.tokens) - sequence.prompt_length + 1 < most
         ]
 
 

@@ -68,7 +68,8 @@ class Outcome:
 
     def add(self, group: Group, verdict: Verdict) -> None:
         """Collects what goes to a group's clients."""
-        self.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
+        for emitted in verdict.emitted:
+            self.emitted.append((group.uid, emitted))
         if verdict.scores is not None:
             self.scored.append((group.uid, verdict.scores))
         if verdict.searched:
