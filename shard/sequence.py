@@ -229,14 +229,16 @@ class Group:
             if self.most:
                 grow = max(grow, min(self._heirs_grow(page_size, self.search.width), self.most - held))
             return held, grow, 0
-        ahead, last = self.ahead, self.last
+        ahead, last, grow = AHEAD * (1 + self.drafts), self.sequences[0].prompt_length + self.max_new_tokens - 1, 0
+        for sequence in self.sequences:  # many per step: without calls
+            reached = sequence.computed if sequence.computed >= len(sequence.tokens) else len(sequence.tokens) - 1
+            most = reached + ahead if reached + ahead < last else last
+            lacking = -(-most // page_size) - len(sequence.pages)
+            grow += lacking if lacking > 0 else 0
         if len(self.sequences) == 1:  # nearly all groups are such
-            [sequence] = self.sequences
-            held = len(sequence.pages)
-            return held, max(0, -(-min(sequence.reached + ahead, last) // page_size) - held), 0
+            return len(self.sequences[0].pages), grow, 0
         if self.counted < 0:
             self.counted = self._count(page_size)
-        grow = sum([max(0, -(-min(s.reached + ahead, last) // page_size) - len(s.pages)) for s in self.sequences])
         return self.counted, grow, 0
 
     def _beams_grow(self, page_size: int, width: int) -> int:
