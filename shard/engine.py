@@ -378,7 +378,9 @@ class Engine:
         hidden, lost = self.memory_fallback.forward(compute, spans, self.page_size)
         first = 0
         for run in runs:
-            run.first, first = first, first + run.wanted
+            run.first = first
+            for span in run.spans:
+                first += span.wanted
         if lost:
             self._fail_holders(runs, lost)
         return hidden

@@ -59,8 +59,8 @@ class Row:
     @property
     def unusual(self) -> bool:
         """Whether it needs the plain sampler, because the fused one lacks what it asks for."""
-        greedy = not self.sampling.temperature and self.sampling.penalized
-        return self.sampling.typical_p < 1 or (self.final and (self.top_n > 0 or greedy))
+        own = self.sampling
+        return own.typical_p < 1 or (self.final and (self.top_n > 0 or (not own.temperature and own.penalized)))
 
 
 @dataclass(slots=True)  # created many times a step: frozen ones take three times as long
@@ -143,11 +143,12 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pen
     weighed = any(one.temperature > 0 and one.top_p < 1 and not one.top_k for one in (row.sampling for row in rows))
     found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits) if penalized else None, mask, weighed)
     logprobs = found.logprobs
-    bound = [i for i, row in enumerate(rows) if row.final and not row.sampling.temperature]
+    wanted = [row.final for row in rows]
+    bound = [i for i, row in enumerate(rows) if wanted[i] and not row.sampling.temperature]
     if bound and mask is not None:
         _report_bound(logits, mask, found.tokens, found.final, list_to_device(logits.device, bound))
-    if any(row.final for row in rows):
-        final = to_device(torch.tensor([row.final for row in rows]), logits.device)
+    if any(wanted):
+        final = to_device(torch.tensor(wanted), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
     tops = Tops(logits, rows)
     arrival = HostCopy(found.tokens, logprobs, *tops.tensors)
