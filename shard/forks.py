@@ -48,6 +48,7 @@ class BeamForks:
         pages are shared among its children; the rows of its last, partial one are copied for all but the last of them, or are
         copied already for heirs. Raises OutOfPages: then the group can only be dropped."""
         group.sequences = self._inherited(group, children) if group.heirs else self._forked(group, children)
+        group.counted = -1
         for sequence, child in zip(group.sequences, children, strict=True):
             sequence.tokens.append(child.token)
             assert sequence.path is not None

@@ -179,7 +179,7 @@ class Group:
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens
     reported: tuple[int, int, int] = (-1, -1, -1)  # the standing that was last reported
-    counted: int = -1  # pages held, cached for several choices that decode; -1: to be counted anew
+    counted: int = -1  # pages held, cached for several choices, or beams, that decode; -1: to be counted anew
 
     @property
     def prompt_length(self) -> int:
@@ -224,7 +224,7 @@ class Group:
             held = self._count(page_size)
             return held, self.worst(page_size) - held, self.lacking
         if self.search is not None:
-            held = self._count(page_size)
+            held = self._held(page_size)
             grow = self._beams_grow(page_size, self.search.width)
             if self.most:
                 grow = max(grow, min(self._heirs_grow(page_size, self.search.width), self.most - held))
@@ -237,9 +237,7 @@ class Group:
             grow += lacking if lacking > 0 else 0
         if len(self.sequences) == 1:  # nearly all groups are such
             return len(self.sequences[0].pages), grow, 0
-        if self.counted < 0:
-            self.counted = self._count(page_size)
-        return self.counted, grow, 0
+        return self._held(page_size), grow, 0
 
     def _beams_grow(self, page_size: int, width: int) -> int:
         """The most pages that beams take in the steps that `grow` covers: each goes on, then parents are replaced by children of
@@ -276,7 +274,13 @@ class Group:
         """Whether that bound leaves room for heirs of its beams, if there are to be any."""
         if self.search is None or not self.decodes or self.sequences[0].generated + 1 >= self.max_new_tokens:
             return True
-        return self._count(page_size) + self.search.width <= self.most
+        return self._held(page_size) + self.search.width <= self.most
+
+    def _held(self, page_size: int) -> int:
+        """`_count`, of a group that decodes."""
+        if self.counted < 0:
+            self.counted = self._count(page_size)
+        return self.counted
 
     def _count(self, page_size: int) -> int:
         """Pages held; one shared by several of its sequences counts once. They all hold the prompt's full pages."""
