@@ -59,15 +59,15 @@ class Books:
         self.batches.setdefault(batch, {})[group.uid] = group
 
     def extend(self, group: Group, spans: Listing[Span]) -> None:
-        """Allocates pages for spans, which count as computed from here on. Raises OutOfPages."""
+        """Allocates pages for spans, which count as computed from here on. Raises OutOfPages: then the group can only be
+        dropped."""
         size = self._pool.page_size
         for span in spans:
             sequence, end = span.sequence, span.start + len(span.tokens)
             if end > len(sequence.pages) * size:
                 self._pool.extend(sequence.pages, end)
                 group.counted = -1
-        for span in spans:
-            span.sequence.computed = span.start + len(span.tokens)
+            sequence.computed = end
 
     def renew(self, inherited: Container[int] = ()) -> None:
         """Prepares newly allocated pages; must be called before anything is written to or read from them. Old contents are copied
@@ -85,12 +85,12 @@ class Books:
         self._host.load(loads)
         self.moved = (self.moved[0] + len(saves), self.moved[1] + len(loads))
 
-    def publish(self, group: Group, sequences: Iterable[Sequence]) -> None:
-        """Adds the full, computed pages of these sequences to the prefix cache."""
-        for sequence in sequences if self.prefixes.enabled else ():
-            if sequence.computed >= ((sequence.node.depth if sequence.node else 0) + 1) * self._pool.page_size:
-                self.prefixes.publish(sequence)
-                group.counted = -1
+    def publish(self, group: Group, sequence: Sequence) -> None:
+        """Adds the full, computed pages of one of the group's sequences to the prefix cache."""
+        published = sequence.node.depth if sequence.node else 0
+        if self.prefixes.enabled and sequence.computed >= (published + 1) * self._pool.page_size:
+            self.prefixes.publish(sequence)
+            group.counted = -1
 
     def withdraw(self, group: Group) -> None:
         """Removes the group's pages from the prefix cache."""
@@ -139,9 +139,10 @@ class Books:
 
     def report(self, outcome: Outcome) -> None:
         """Reports the standing of groups where it has changed."""
+        size = self._pool.page_size
         for uid, group in self.changed.items():
             if uid in self.groups:
-                standing = group.standing(self._pool.page_size)
+                standing = group.standing(size)
                 if standing != group.reported:
                     group.reported = standing
                     outcome.standing.append((uid, *standing))

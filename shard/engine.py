@@ -288,31 +288,26 @@ class Engine:
         """The decode runs of all groups that decode, with pages for them."""
         groups = self.books.members(batches)
         speculating = self.speculator.allowed(allowance) and any(group.drafts for group in groups)
-        if self._flight is not None and (speculating or not all(group.roomy(self.page_size) for group in groups)):
+        if self._flight is not None and (speculating or not all(group.roomy(self.page_size) for group in groups if group.search)):
             self.land()  # drafts continue the tokens, and beams without heirs take fewer pages
             groups = self.books.members(batches)
         drafting = [group for group in groups if group.decodes and group.drafts] if speculating else []
         if drafting:
             self._draft(drafting, allowance, outcome)
-        runs = []
+        runs, flight = [], self._flight
         for group in groups:
-            spans = self._spans(group)
-            if not spans:
+            spans = flight.follow(group, self.page_size) if flight is not None else None
+            if spans is None:  # nothing of it is in flight
+                spans = strategy_of(group).draft(group) if group.decodes else []
+            if not spans:  # it doesn't decode yet, or ends with the step in flight
                 continue
+            group.decodes = True
             try:
                 self.books.extend(group, spans)
                 runs.append(Run(group, spans, sampled=True))
             except OutOfPages as error:
                 self.books.fail(group, str(error), outcome)
         return runs
-
-    def _spans(self, group: Group) -> list[step.Span]:
-        """The spans of a group's next decode step. Empty: it doesn't decode yet, or ends with the step in flight."""
-        following = self._flight.follow(group, self.page_size) if self._flight is not None else None
-        if following is None:
-            return strategy_of(group).draft(group) if group.decodes else []
-        group.decodes = group.decodes or bool(following)
-        return following
 
     @torch.inference_mode()
     def _draft(self, groups: Listing[Group], allowance: Allowance | None, outcome: Outcome) -> None:
@@ -383,15 +378,19 @@ class Engine:
         hidden, lost = self.memory_fallback.forward(compute, spans, self.page_size)
         first = 0
         for run in runs:
-            run.first, first = first, first + run.wanted
+            run.first = first
+            for span in run.spans:
+                first += span.wanted
         if lost:
             self._fail_holders(runs, lost)
         return hidden
 
-    def _remaining(self, runs: Listing[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
+    def _remaining(self, runs: list[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
         """The runs, and rows, without what has ended since the forward was begun."""
         remaining, rows = [run for run in runs if self.books.has(run.group)], list[int]()
         living = {id(sequence) for run in remaining for sequence in run.group.sequences}
+        if len(remaining) == len(runs) and living.issuperset([id(span.sequence) for run in runs for span in run.spans]):
+            return runs, hidden
         for run in remaining:
             row, spans, run.spans, run.first = run.first, run.spans, [], len(rows)
             for span in spans:

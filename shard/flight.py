@@ -13,7 +13,6 @@ sampled.
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from .forks import heirs
 from .logits import StepPicks
@@ -50,10 +49,10 @@ class StepInFlight:
         """Spans that follow its tokens, of sequences that will not have reached their maximum length; None: nothing of the group is
         sampled."""
         if not self._first:
-            # in the order of sampling
-            sampled = sorted((run.group for run in self.runs if run.sampled), key=lambda one: one.search is None)
-            counts = (one.search.width if one.search else len(one.waiting) or len(one.sequences) for one in sampled)
-            self._first = dict(zip(map(id, sampled), accumulate(counts, initial=0), strict=False))
+            row, sampled = 0, [run.group for run in self.runs if run.sampled]
+            for one in sorted(sampled, key=lambda one: one.search is None):  # in the order of sampling
+                self._first[id(one)] = row
+                row += one.search.width if one.search else len(one.waiting) or len(one.sequences)
         first = self._first.get(id(group))
         if first is None:
             return None
@@ -64,7 +63,7 @@ class StepInFlight:
         return [
             Span(sequence, sequence.computed, (0,), source=row)
             for row, sequence in enumerate(group.sequences, first)
-            if sequence.generated + 1 < most
+            if len(sequence.tokens) - sequence.prompt_length + 1 < most
         ]
 
 

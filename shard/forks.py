@@ -48,6 +48,7 @@ class BeamForks:
         pages are shared among its children; the rows of its last, partial one are copied for all but the last of them, or are
         copied already for heirs. Raises OutOfPages: then the group can only be dropped."""
         group.sequences = self._inherited(group, children) if group.heirs else self._forked(group, children)
+        group.counted = -1
         for sequence, child in zip(group.sequences, children, strict=True):
             sequence.tokens.append(child.token)
             assert sequence.path is not None
@@ -78,15 +79,18 @@ class BeamForks:
     def _inherited(self, group: Group, children: Listing[Child]) -> list[Sequence]:
         full = group.sequences[0].computed // self._pool.page_size
         parents = {id(child.parent) for child in children}
+        # If as many beams live on, the pages that all share keep their number of references.
+        alike = len(children) == len(group.sequences)
+        settled = common_pages([sequence.pages[:full] for sequence in group.sequences]) if alike else 0
         for sequence in group.sequences:
-            self._pool.release(sequence.pages[full if id(sequence) in parents else 0 :])
+            self._pool.release(sequence.pages[full if id(sequence) in parents else settled :])
         # A parent has one reference to its full pages: its first heir takes that over, the others add one each.
         living, given = group.heirs[: len(children)], set[int]()
         for heir, child in zip(living, children, strict=True):
             parent = child.parent
             heir.pages[:full] = parent.pages[:full]
             if id(parent) in given:
-                self._pool.share(heir.pages[:full])
+                self._pool.share(heir.pages[settled:full])
             given.add(id(parent))
             assert parent.path is not None
             heir.tokens, heir.node, heir.path = parent.tokens[:], parent.node, parent.path.copy()

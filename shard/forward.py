@@ -79,8 +79,7 @@ class Forward:
         tokens = sum([len(span.tokens) for span in spans])
         # Also where a pool of positions that ends here may begin within an image: graphs do not take the image's rotary positions.
         back = max(0, self._layout.members - 1)
-        pictured = [span for span in spans if span.sequence.pictures is not None]
-        shows = any(span.sequence.shows(span.start - back) for span in pictured)
+        shows = any(span.sequence.shows(span.start - back) for span in spans if span.sequence.pictures is not None)
         own, graph = (None, None) if shows else self._padded(spans, tokens, picked)
         if own is None:
             own = self._plan(spans, picked=picked)

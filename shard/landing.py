@@ -19,9 +19,11 @@ from .step import Run
 
 def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
     """Concludes a step that has computed `runs`. picks: sampled tokens of the groups, by uid."""
-    for run in runs:
+    for run in runs if books.prefixes.enabled else ():
         if books.has(run.group) and not run.problem:
-            books.publish(run.group, [span.sequence for span in run.spans if not span.drafts])  # drafts may be rejected
+            for span in run.spans:
+                if not span.drafts:  # they may be rejected
+                    books.publish(run.group, span.sequence)
     for run in runs:
         if books.has(run.group):
             _judge(run, picks, books, cache, outcome)
@@ -30,7 +32,8 @@ def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: C
 
 
 def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
-    group, children = run.group, list[Child]()
+    group = run.group
+    children: Listing[Child] = ()
     if run.problem:
         books.fail(group, run.problem, outcome)
         return
@@ -46,7 +49,8 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
             outcome.count_drafts(group, verdict)
             if verdict.moves:
                 _move(verdict.moves, cache)
-            books.publish(group, group.sequences)
+            for sequence in group.sequences:
+                books.publish(group, sequence)
         outcome.add(group, verdict)
         if verdict.ended:
             books.end(group, verdict.ended)

@@ -180,11 +180,13 @@ def _logits(context: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | N
     places: list[int] = []  # hidden rows, each once
     copies: list[int] = []  # how often each of them is used
     for one in wanted:
-        run = one.run
-        wanted_rows = run.wanted
-        count = 1 if run.group.waiting else wanted_rows
-        places += range(run.first + wanted_rows - count, run.first + wanted_rows)
-        copies += [len(one.rows) // count] * count
+        run, count = one.run, len(one.rows)
+        if run.group.waiting:
+            places.append(run.first + run.wanted - 1)
+            copies.append(count)
+        else:
+            places += range(run.first, run.first + count)
+            copies += [1] * count
     hidden, device = context.hidden, context.hidden.device
     logits = context.decoder.logits(hidden if len(places) == len(hidden) else hidden[list_to_device(device, places)])
     if logits is not None and sum(copies) > len(places):

@@ -63,12 +63,15 @@ class Outcome:
     def count_decodes(self, runs: Listing[Run]) -> None:
         """Counts decoded tokens, without those computed a second time, which are part of the cost of drafts: the router takes all
         others for sequences."""
-        spans = [span for run in runs for span in run.spans]
-        self.decode_tokens, self.decode_keys = sum([span.wanted for span in spans]), sum([span.wanted_keys for span in spans])
+        for run in runs:
+            for span in run.spans:
+                self.decode_tokens += span.wanted
+                self.decode_keys += span.wanted_keys
 
     def add(self, group: Group, verdict: Verdict) -> None:
         """Collects what goes to a group's clients."""
-        self.emitted += [(group.uid, emitted) for emitted in verdict.emitted]
+        for emitted in verdict.emitted:
+            self.emitted.append((group.uid, emitted))
         if verdict.scores is not None:
             self.scored.append((group.uid, verdict.scores))
         if verdict.searched:

@@ -26,6 +26,7 @@ from .pages import page_table
 from .pictures import PromptImage, PromptImages
 from .prefix import Node
 
+NO_DRAFT = Tree()
 # Decode steps that `Group.grow` covers: the router decides on the next one while another is in flight.
 AHEAD = 2
 LEAD = 4  # first tokens of an answer, perhaps white space, among which reasoning begins if there is any
@@ -91,7 +92,7 @@ class Sequence:
     node: Node | None = None  # the prefix cache's node of its last published full page; None: there is none
     grammar_state: GrammarState | None = None  # its state in the group's grammar, once requested; on rank 0 only
     path: Path | None = None  # of a beam
-    draft: Tree = field(default_factory=Tree)  # draft tokens for the step that is planned
+    draft: Tree = NO_DRAFT  # draft tokens for the step that is planned
     # how drafts were drawn, for rejection sampling (rule `rejection`): see `verify.Draft`; on rank 0 only
     tried: tuple[tuple[DraftToken, ...], ...] = ()
     acceptance: Acceptance | None = None  # its past acceptance of drafts
@@ -178,7 +179,7 @@ class Group:
     batch: int = 0
     decodes: bool = False  # all is computed but the last tokens
     reported: tuple[int, int, int] = (-1, -1, -1)  # the standing that was last reported
-    counted: int = -1  # pages held, cached for several choices that decode; -1: to be counted anew
+    counted: int = -1  # pages held, cached for several choices, or beams, that decode; -1: to be counted anew
 
     @property
     def prompt_length(self) -> int:
@@ -223,20 +224,20 @@ class Group:
             held = self._count(page_size)
             return held, self.worst(page_size) - held, self.lacking
         if self.search is not None:
-            held = self._count(page_size)
+            held = self._held(page_size)
             grow = self._beams_grow(page_size, self.search.width)
             if self.most:
                 grow = max(grow, min(self._heirs_grow(page_size, self.search.width), self.most - held))
             return held, grow, 0
-        ahead, last = self.ahead, self.last
+        ahead, last, grow = AHEAD * (1 + self.drafts), self.sequences[0].prompt_length + self.max_new_tokens - 1, 0
+        for sequence in self.sequences:  # many per step: without calls
+            reached = sequence.computed if sequence.computed >= len(sequence.tokens) else len(sequence.tokens) - 1
+            most = reached + ahead if reached + ahead < last else last
+            lacking = -(-most // page_size) - len(sequence.pages)
+            grow += lacking if lacking > 0 else 0
         if len(self.sequences) == 1:  # nearly all groups are such
-            [sequence] = self.sequences
-            held = len(sequence.pages)
-            return held, max(0, -(-min(sequence.reached + ahead, last) // page_size) - held), 0
-        if self.counted < 0:
-            self.counted = self._count(page_size)
-        grow = sum([max(0, -(-min(s.reached + ahead, last) // page_size) - len(s.pages)) for s in self.sequences])
-        return self.counted, grow, 0
+            return len(self.sequences[0].pages), grow, 0
+        return self._held(page_size), grow, 0
 
     def _beams_grow(self, page_size: int, width: int) -> int:
         """The most pages that beams take in the steps that `grow` covers: each goes on, then parents are replaced by children of
@@ -273,7 +274,13 @@ class Group:
         """Whether that bound leaves room for heirs of its beams, if there are to be any."""
         if self.search is None or not self.decodes or self.sequences[0].generated + 1 >= self.max_new_tokens:
             return True
-        return self._count(page_size) + self.search.width <= self.most
+        return self._held(page_size) + self.search.width <= self.most
+
+    def _held(self, page_size: int) -> int:
+        """`_count`, of a group that decodes."""
+        if self.counted < 0:
+            self.counted = self._count(page_size)
+        return self.counted
 
     def _count(self, page_size: int) -> int:
         """Pages held; one shared by several of its sequences counts once. They all hold the prompt's full pages."""
@@ -281,7 +288,7 @@ class Group:
         if not others:
             return len(first.pages)
         shared = self.prompt_length // page_size
-        return min(shared, len(first.pages)) + len({page for s in self.sequences for page in s.pages[shared:]})
+        return min(shared, len(first.pages)) + len(set[int]().union(*[s.pages[shared:] for s in self.sequences]))
 
 
 def sequences(

@@ -90,7 +90,7 @@ class Run:
     @property
     def wanted(self) -> int:
         """Rows whose logits it wants."""
-        return sum(span.wanted for span in self.spans)
+        return sum([span.wanted for span in self.spans])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ live on.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
+from operator import attrgetter
 
 from ..sequence import Group, Sequence
 from ..step import Span
@@ -16,6 +17,7 @@ from .sample import sampling_of
 from .sampler import Pick, Row
 from .strategy import NOT_FINITE, Child, Emitted, Finish, Grown, Verdict, finish_of
 
+SCORE = attrgetter("score")
 NOTHING = "no continuation of any beam is possible"
 
 
@@ -34,21 +36,24 @@ class BeamSearch:
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Turns candidates into live beams and complete hypotheses. The picks are Candidates, in the order in which they are
         considered."""
-        search = _search(group)
+        search, ends = _search(group), group.end_ids
         length = group.sequences[0].generated + 1
+        last = length >= group.max_new_tokens
         live: list[Candidate] = []
         complete: list[Candidate] = []
         for rank, candidate in enumerate(picks):
             if candidate is None:
                 return Verdict(failure=NOT_FINITE)
             assert isinstance(candidate, Candidate)
-            if not finish_of(group, candidate, length):
+            if not (last or candidate.complete or candidate.token in ends):
                 live.append(candidate)
             elif rank < search.width:
                 complete.append(candidate)
-        live = sorted(live, key=lambda one: -one.score)[: search.width]
+        live.sort(key=SCORE, reverse=True)
+        del live[search.width :]
         fresh = [_hypothesis(group, candidate, length) for candidate in complete]
-        search.keep(fresh)
+        if fresh:
+            search.keep(fresh)
         grown = _grown(search, live, zip(complete, fresh, strict=True), length) if search.watched else None
         if not live and not search.kept:
             return Verdict(failure=NOTHING)
@@ -59,7 +64,7 @@ class BeamSearch:
         emitted = _certain(group, live)
         search.streamed += len(emitted)
         children = [Child(group.sequences[one.row], one.token, one.score, one.logprob, one.top) for one in live]
-        return Verdict(emitted, [], children=children, grown=grown, searched=length)
+        return Verdict(emitted, children=children, grown=grown, searched=length)
 
 
 def _search(group: Group) -> Search:
@@ -86,24 +91,20 @@ def _certain(group: Group, live: Listing[Candidate]) -> list[Emitted]:
     """New tokens that are certain to be in the answer: the longest common prefix of the live beams and the kept hypotheses, beyond
     what was emitted before."""
     search, emitted = _search(group), []
-    first = live[0]
+    first, texts = live[0], [group.sequences[one.row].tokens for one in live]
     parent, path = group.sequences[first.row], _path(group.sequences[first.row])
     for place in range(search.streamed, parent.generated + 1):
-        token = _token(group, first, place)
-        same = all(_token(group, other, place) == token for other in live) and all(
+        newest = place == parent.generated
+        tokens = [one.token for one in live] if newest else [text[parent.prompt_length + place] for text in texts]
+        token = tokens[0]
+        same = tokens.count(token) == len(tokens) and all(
             place < len(kept.tokens) and kept.tokens[place] == token for kept in search.kept
         )
         if not same:
             break
-        newest = place == parent.generated
         top = first.top if newest else (path.tops[place] if path.tops else ())
         emitted.append(Emitted(0, Pick(token, first.logprob if newest else path.logprobs[place], top), Finish.NOT))
     return emitted
-
-
-def _token(group: Group, candidate: Candidate, place: int) -> int:
-    parent = group.sequences[candidate.row]
-    return candidate.token if place == parent.generated else parent.tokens[parent.prompt_length + place]
 
 
 def _rest(choice: int, answer: Hypothesis, streamed: int) -> list[Emitted]:

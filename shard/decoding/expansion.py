@@ -22,6 +22,8 @@ from ..step import DeviceSamples
 from .hypotheses import Top
 from .sampler import PendingPicks, Pick, Row, Tops, draws_of, penalized
 
+IMPOSSIBLE = -math.inf
+
 
 @dataclass(slots=True)
 class Candidate(Pick):
@@ -115,9 +117,9 @@ def _candidates(beams: Beams, start: int, found: Listing[Listing[float]], tops: 
     if math.isnan(found[0][0]):
         return [None]
     return [
-        Candidate(int(token), logprob, tops.get(int(place), ()), False, int(place) - start, total)
+        Candidate(int(token), logprob, tops.get(int(place), ()) if tops else (), False, int(place) - start, total)
         for total, place, token, logprob in list(zip(*found, strict=True))[: beams.count]
-        if total > -torch.inf
+        if total > IMPOSSIBLE
     ]
 
 

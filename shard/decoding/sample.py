@@ -34,8 +34,9 @@ class Sample:
         for sequence, pick in zip(group.sequences, picks, strict=True):
             if pick is None:
                 return Verdict(failure=NOT_FINITE)
-            sequence.tokens.append(pick.token)
-            finish = finish_of(group, pick, sequence.generated)
+            tokens = sequence.tokens
+            tokens.append(pick.token)
+            finish = finish_of(group, pick, len(tokens) - sequence.prompt_length)
             if finish:
                 ended.append(sequence)
             emitted.append(Emitted(sequence.choice, pick, finish))
@@ -48,7 +49,7 @@ def sampling_of(group: Group, tokens: Listing[int]) -> Sampling:
     sampling, thinking = group.sampling, group.thinking
     if thinking is not None and thinking.overdue(tokens, group.prompt_length):
         return Sampling(bias=((thinking.end, CERTAIN),), seed=sampling.seed, final_logprobs=sampling.final_logprobs)
-    if len(tokens) - group.prompt_length >= group.min_new_tokens or group.grammar:
+    if not group.min_new_tokens or group.grammar or len(tokens) - group.prompt_length >= group.min_new_tokens:
         return sampling
     kept = ((token, value) for token, value in sampling.bias if token not in group.end_ids)
     return replace(sampling, bias=(*kept, *((token, -math.inf) for token in sorted(group.end_ids))))

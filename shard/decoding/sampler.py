@@ -6,7 +6,7 @@ Everything runs on rank 0: the other ranks receive the tokens.
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import numpy
@@ -24,6 +24,19 @@ from ..step import DeviceSamples
 from .hypotheses import Top
 
 NONE = numpy.empty(0, numpy.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptDraws:
+    """What `draws_of` has made of rows with these parameters."""
+
+    samplings: list[Sampling]
+    choices: list[int]
+    device: torch.device
+    draws: Draws
+
+
+_kept: KeptDraws | None = None
 
 
 @dataclass(slots=True)  # created many times a step: frozen ones take three times as long
@@ -46,8 +59,8 @@ class Row:
     @property
     def unusual(self) -> bool:
         """Whether it needs the plain sampler, because the fused one lacks what it asks for."""
-        greedy = not self.sampling.temperature and self.sampling.penalized
-        return self.sampling.typical_p < 1 or (self.final and (self.top_n > 0 or greedy))
+        own = self.sampling
+        return own.typical_p < 1 or (self.final and (self.top_n > 0 or (not own.temperature and own.penalized)))
 
 
 @dataclass(slots=True)  # created many times a step: frozen ones take three times as long
@@ -130,11 +143,12 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pen
     weighed = any(one.temperature > 0 and one.top_p < 1 and not one.top_k for one in (row.sampling for row in rows))
     found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits) if penalized else None, mask, weighed)
     logprobs = found.logprobs
-    bound = [i for i, row in enumerate(rows) if row.final and not row.sampling.temperature]
+    wanted = [row.final for row in rows]
+    bound = [i for i, row in enumerate(rows) if wanted[i] and not row.sampling.temperature]
     if bound and mask is not None:
         _report_bound(logits, mask, found.tokens, found.final, list_to_device(logits.device, bound))
-    if any(row.final for row in rows):
-        final = to_device(torch.tensor([row.final for row in rows]), logits.device)
+    if any(wanted):
+        final = to_device(torch.tensor(wanted), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
     tops = Tops(logits, rows)
     arrival = HostCopy(found.tokens, logprobs, *tops.tensors)
@@ -233,8 +247,14 @@ def noised(scores: Tensor, rows: Listing[Row]) -> Iterator[tuple[Filtered, Tenso
 
 
 def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
-    """The rows' sampling parameters as tensors: two copies to the device, however many parameters there are."""
-    samplings = [row.sampling for row in rows]
+    """The rows' sampling parameters as tensors. Those of the last call are kept: from step to step only positions change, and
+    greedy rows have no noise that depends on them. Else two copies to the device, however many parameters there are."""
+    global _kept
+    samplings, choices, kept = [row.sampling for row in rows], [row.choice for row in rows], _kept
+    if kept is not None and kept.choices == choices and kept.samplings == samplings and kept.device == device:
+        if not any(one.temperature for one in samplings):
+            return kept.draws
+        return replace(kept.draws, positions=list_to_device(device, [len(row.tokens) - row.prompt_length for row in rows]))
     floats = numpy.array([(one.temperature, one.top_p, one.min_p, one.typical_p) for one in samplings], numpy.float32)
     ints = [
         # the seed's 64 bits as a signed integer
@@ -242,8 +262,10 @@ def draws_of(rows: Listing[Row], device: torch.device) -> Draws:
         for one, row in zip(samplings, rows, strict=True)
     ]
     temperature, top_p, min_p, typical_p = to_device(torch.from_numpy(floats.T.copy()), device).unbind()
-    top_k, seeds, choices, positions = lists_to_device(device, *zip(*ints, strict=True))
-    return Draws(temperature, top_k, top_p, min_p, typical_p, seeds, choices, positions)
+    top_k, seeds, own_choices, positions = lists_to_device(device, *zip(*ints, strict=True))
+    draws = Draws(temperature, top_k, top_p, min_p, typical_p, seeds, own_choices, positions)
+    _kept = KeptDraws(samplings, choices, device, draws)
+    return draws
 
 
 class Tops:

@@ -4,7 +4,7 @@ module finds them in the sequences."""
 
 from collections.abc import Sequence as Listing
 
-from ..sequence import Group
+from ..sequence import Group, Sequence
 from ..step import Span
 from .sampler import Pick, Row
 from .strategy import NOT_FINITE, Emitted, Finish, Verdict
@@ -31,8 +31,13 @@ class Speculate:
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Keeps the accepted tokens, and moves their keys and values to the slots where plain decoding would have written them."""
-        verdict = Verdict()
-        first = 0
+        emitted, ended, moved, trials = (
+            list[Emitted](),
+            list[Sequence](),
+            list[tuple[Sequence, int, int]](),
+            list[tuple[int, int]](),
+        )
+        first = drafted = kept = 0
         for sequence in group.sequences:
             tree, sequence.draft, sequence.tried = sequence.draft, Tree(), ()
             accepted = accept(group, sequence, tree, picks[first : first + 1 + len(tree)])
@@ -43,18 +48,18 @@ class Speculate:
             for place, pick in enumerate(accepted.picks, 1):
                 sequence.tokens.append(pick.token)
                 finish = accepted.finish if place == len(accepted.picks) else Finish.NOT
-                verdict.emitted.append(Emitted(sequence.choice, pick, finish))
+                emitted.append(Emitted(sequence.choice, pick, finish))
             # Recurrent state never advances over drafts: with such a state, accepted drafts are computed again in the next step.
             sequence.computed -= len(tree) - (0 if sequence.state else len(accepted.path))
-            verdict.moves += [(sequence, start + source, start + target) for source, target in moves(accepted.path)]
+            moved += [(sequence, start + source, start + target) for source, target in moves(accepted.path)]
             if accepted.finish:
-                verdict.ended.append(sequence)
+                ended.append(sequence)
             if sequence.acceptance is not None:
                 ranks, widths = tree.trial(accepted.right)
                 if len(accepted.right) > len(accepted.path):
                     del widths[len(ranks) :]  # the sequence ended: nothing is learned of the drafts after that
                 sequence.acceptance.observe(ranks, widths)
-                verdict.trials.append((len(widths), len(ranks)))
-            verdict.drafted += len(tree)
-            verdict.accepted += len(accepted.path)
-        return verdict
+                trials.append((len(widths), len(ranks)))
+            drafted += len(tree)
+            kept += len(accepted.path)
+        return Verdict(emitted, ended, moves=moved, drafted=drafted, accepted=kept, trials=trials)

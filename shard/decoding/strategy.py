@@ -3,7 +3,7 @@ group runs, how its logits are sampled, and what the tokens lead to. A new metho
 them."""
 
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
@@ -62,19 +62,19 @@ class Grown:
 class Verdict:
     """The outcome of a step for a group: new tokens, ended sequences, surviving beams, and the moves in the KV cache."""
 
-    emitted: list[Emitted] = field(default_factory=list)
-    ended: list[Sequence] = field(default_factory=list)  # nothing more comes of them: their pages are freed
-    children: list[Child] = field(default_factory=list)  # surviving beams, which replace all sequences, if there are any
+    emitted: Listing[Emitted] = ()
+    ended: Listing[Sequence] = ()  # nothing more comes of them: their pages are freed
+    children: Listing[Child] = ()  # surviving beams, which replace all sequences, if there are any
     scores: list[float] | None = None  # of the answers, once a beam search has ended
     grown: Grown | None = None
     searched: int = 0  # output tokens of each beam, while a beam search goes on
     failure: str = ""  # why the group can't go on
     # (sequence, from, to): positions whose keys and values are moved, in this order
-    moves: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    moves: Listing[tuple[Sequence, int, int]] = ()
     drafted: int = 0  # draft tokens that were verified ...
     accepted: int = 0  # ... and those that were accepted
     # per sequence: (depths at which there were drafts to accept, depths at which one was accepted)
-    trials: list[tuple[int, int]] = field(default_factory=list)
+    trials: Listing[tuple[int, int]] = ()
 
 
 class Strategy(Protocol):

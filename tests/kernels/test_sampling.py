@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.kernels import dispatch, noise
 from penstock.kernels import sampling as kernel
 from penstock.kernels.sampling import CANDIDATES, Draws, allow, draw, filtered
-from penstock.shard.decoding.sampler import Pick, Row, _penalties, pick
+from penstock.shard.decoding.sampler import Pick, Row, _penalties, draws_of, pick
 from penstock.shard.sequence import Sampling
 
 SEEDS = 4000
@@ -432,3 +432,23 @@ def test_grammar_mask_allows_exactly_the_tokens_of_its_bits() -> None:
     assert masked.isfinite()[0].nonzero().flatten().tolist() == [7, 31, 32, 4999]
     assert torch.equal(masked[1], logits[1])
     assert masked.argmax(-1)[2] == 64
+
+
+def test_parameters_kept_from_the_last_call_are_those_of_the_rows() -> None:
+    """Whatever changes from one call to the next: of `draws_of`, which copies only what has."""
+    device, sampling = torch.device("cpu"), Sampling(temperature=0.7, top_p=0.9, seed=1 << 63)
+    others = [dataclasses.replace(sampling, **{name: 0.5}) for name in ("temperature", "top_p", "min_p", "typical_p")]
+    others += [dataclasses.replace(sampling, **{name: 3}) for name in ("top_k", "seed")]
+    first = Row(sampling, [1, 2, 3], 1, 0)
+    changed = [*(dataclasses.replace(first, sampling=one) for one in others), dataclasses.replace(first, choice=1)]
+    changed += [dataclasses.replace(first, tokens=[1, 2, 3, 4]), Row(Sampling(), [1], 1, 0)]
+    for rows in [[one] for one in changed] + [[first, one] for one in changed] + [[first]]:
+        for _ in range(2):
+            for own in ([first, first], rows, rows):
+                draws = draws_of(own, device)
+                assert draws.positions.tolist() == [len(row.tokens) - row.prompt_length for row in own]
+                assert draws.choices.tolist() == [row.choice for row in own]
+                assert draws.seeds.tolist() == [numpy.uint64(row.sampling.seed).astype(numpy.int64) for row in own]
+                for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
+                    values = getattr(draws, name)
+                    assert values.equal(torch.tensor([getattr(row.sampling, name) for row in own], dtype=values.dtype))

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.kernels import lookahead, reference
 from penstock.kernels.beam import RowSet, living
 from penstock.kernels.sampling import allow
+from penstock.shard.decoding import sampler
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -665,6 +666,7 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
         "_sleep": lambda cycles: _count_operation(cycles / 2e9),
     }
     monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(sampler, "_kept", None)  # tensors of another device
     monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_target=lambda: None))
     for name, value in torch_cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)

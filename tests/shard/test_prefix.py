@@ -98,7 +98,7 @@ class RandomOperations:
             if len(pages) * SIZE > computed:
                 reach, expected = len(pages) * SIZE, pages
         gained = self.prefixes.adopt(holder, limit)
-        assert (gained, holder.computed, holder.pages) == (reach - computed, reach, expected)
+        assert (gained, holder.computed, list(holder.pages)) == (reach - computed, reach, expected)
         self.found += gained
 
     def notify(self, holder: Sequence, tell: object) -> None:
@@ -107,7 +107,7 @@ class RandomOperations:
         if self.attached(holder):
             for page in range(holder.node.depth if holder.node else 0):
                 self.known.setdefault(self.name(holder, (page + 1) * SIZE), holder.pages[page])
-        self.swapped += before != holder.pages
+        self.swapped += before != list(holder.pages)
 
     def leave(self) -> None:
         if self.holders:
@@ -152,7 +152,7 @@ class RandomOperations:
                 assert self.slots[holder.pages[place // SIZE]][place % SIZE] == self.name(holder, place + 1)
             if holder.node and holder.node.attached:
                 assert holder.node.depth == holder.computed // SIZE
-                assert self.path(holder.node) == holder.pages[: holder.node.depth]
+                assert self.path(holder.node) == list(holder.pages[: holder.node.depth])
 
     @staticmethod
     def path(node: Node) -> list[int]:
