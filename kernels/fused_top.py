@@ -181,7 +181,7 @@ def top(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def mergeable(logits: Tensor, rows: int) -> bool:
     """Whether `expand` can merge the lists of a search of so many rows."""
-    return rows * triton.cdiv(logits.shape[1], SPLIT) <= LISTS
+    return bool(rows * triton.cdiv(logits.shape[1], SPLIT) <= LISTS)
 
 
 def expand(
