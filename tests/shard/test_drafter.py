@@ -120,7 +120,7 @@ def test_logits_of_later_draft_rounds_match_plain_forwards(page_size: int, monke
     common = len(shared) // page_size
     for i, sequence in enumerate(sequences):
         sequence.pages = page_table(range(1, 1 + common) if i in (0, 2) else ())
-        sequence.pages += range(100 * (i + 1), 100 * (i + 1) + 20)
+        sequence.pages += page_table(range(100 * (i + 1), 100 * (i + 1) + 20))
     assert all(drafter.ready(sequences))
     for sequence, left in zip(sequences, (1, 2, 1, 2), strict=True):
         draft_progress = sequence.draft_progress
