@@ -31,6 +31,11 @@ FIELDS = len(Item._fields)
 # Partials that one program of `merge` loads at once, where they may be added up in any order. Measured on an H200, 2026-11-26, with
 # 8, 16, 32: one row of 4,096 keys 17.4, 15.6, 14.6 us, 16 nodes on as many 21.0, 18.9, 18.2.
 PIECES = 32
+# Tile and shortest item of decode steps of so few rows that the smallest tile holds them, on Hopper, beside the tile's rows:
+# programs are too few to hide each other's latency, so more keys are in flight in each, and it takes fewer of them. Measured on an
+# H200, 2026-11-27, us with it and with (16, 128, 4, 4), items of 128 keys and more: rows x keys of 1 x 1,024 6.1, 7.8; 1 x 2,048
+# 7.6, 9.3; 2 x 2,048 10.0, 12.3; 4 x 512 7.6, 9.4; 4 x 1,024 9.8, 12.9; 4 x 4,096 23.7, 24.7.
+FEW_ROWS = {"keys": 64, "warps": 4, "stages": 7, "shortest": 64}
 # Programs per processor (SM) from which the partly filled last wave no longer matters: four times as many as run at once.
 WAVES = 12
 # Rows that share a prefix: a tile should hold at least so many.
@@ -130,15 +135,17 @@ def decode_tiles(kind: LayerKind, dtype: torch.dtype, generation: int, tokens: i
     holds, the fewer times the prefix is read.
 
     On Hopper one tile does for both, since a launch of a tile without items takes 6 to 7 us: the smallest for as few tokens as it
-    holds, else that of 64 rows, whose products the tensor cores read from shared memory. Measured on an H200, 2026-11-26, us with
-    (16, 128) and (64, 64): 256 rows of 1,024 keys 252 and 267, but with a second launch for shared prefixes beside the former a
-    step of an 8 B model took 16.2 ms instead of 15.5 (2026-11-27); 64 of 4,096 288 and 251 (8-bit cache, 64 keys at once, 279 and
-    323), one of 2,048 10.9 and 12.4.
+    holds, with FEW_ROWS, else that of 64 rows, whose products the tensor cores read from shared memory. Measured on an H200,
+    2026-11-26, us with (16, 128) and (64, 64): 256 rows of 1,024 keys 252 and 267, but with a second launch for shared prefixes
+    beside the former a step of an 8 B model took 16.2 ms instead of 15.5 (2026-11-27); 64 of 4,096 288 and 251 (8-bit cache, 64
+    keys at once, 279 and 323).
     """
     tiles = tiles_of(kind, dtype, generation)
     last = cutting.tile_of(tiles, tokens * kind.ratio)
     if generation != 9 or kind.size > 128 or dtype == torch.float32:
         return tiles[: last + 1]
+    if not last and not eight_bits:
+        return (replace(tiles[0], **FEW_ROWS),)
     shared = min(last, max(1, cutting.tile_of(tiles, SHARING * kind.ratio)))
     return tiles[: shared + 1] if eight_bits or shared > 1 else (tiles[shared],)
 
@@ -520,6 +527,10 @@ def compilations() -> list[Compilation]:
             result.append(_compilation(kind, 128, generation, eight_bits=True, page_size=64, hot=True))
             if generation:  # AMD's begin none early
                 result.append(_compilation(kind, 128, generation, early=True, hot=True))
+            if kind == 0 and generation == 9:
+                few = [_compilation(kind, size, generation, few_rows=True, hot=True) for size in (64, 80, 96, 128)]
+                few += [_compilation(kind, 64, generation, ratio=8, window=128, sinks=True, few_rows=True, hot=True)]
+                result += [*few, _compilation(kind, 128, generation, few_rows=True, early=True, hot=True)]
         result += [
             *(_compilation(kind, 512, generation, turned=64, ratio=16, page_size=64, hot=True) for kind in range(3)),
             _compilation(1, 512, generation, turned=64, ratio=16, trees=True, hot=True),
@@ -581,11 +592,13 @@ def _compilation(
     eight_bits: bool = False,
     sinks: bool = False,
     early: bool = False,
+    few_rows: bool = False,
     hot: bool = False,
 ) -> Compilation:
     latent = turned > 0 or beside > 0 or alone
     layers = LayerKind(window, 8, ratio, size + turned + common, latent, turned=common)
-    tile = narrowed(tiles_of(layers, dtype, generation)[kind], layers.size, eight_bits or window > 0)
+    tile = replace(tiles_of(layers, dtype, generation)[kind], **(FEW_ROWS if few_rows else {}))
+    tile = narrowed(tile, layers.size, eight_bits or window > 0)
     width = size + turned + beside if latent else 16 * size + common
     apart = 0 if latent else 8 * size
     constants = _constants(
@@ -617,6 +630,7 @@ def _compilation(
         "e4m3" * eight_bits,
         "sinks" * sinks,
         "early" * early,
+        "few rows" * few_rows,
         GENERATIONS[generation],
     ]
     name = " ".join([f"attend {('one', 'few', 'many')[kind]} {size} {short} ratio {ratio} page {page_size}", *filter(None, marks)])

@@ -31,9 +31,9 @@ ALIGNMENT = 128
 # here: 8 rows of 4,096 keys in 41.7 us, 49.2 with one, 54.1 with three, of which one has to wait). There is room for one item of
 # the largest tile.
 ITEMS_PER_PROCESSOR = 2
-# Keys per item below which a processor gets one item, not two, of which merging takes longer than is won (one row of 4,096 keys:
-# 15.0 and 17.5 us).
-SHORT = 192
+# Keys per item, as a multiple of the shortest item's, below which a processor gets one item, not two, of which merging takes longer
+# than is won (one row of 4,096 keys: 15.0 and 17.5 us).
+SHORT = 1.5
 # Keys below which an item is not worth cutting: starting and merging one costs about as much (one row of 512 keys: 9.5 us, 11.7
 # with items of 256).
 SHORTEST_ITEM = 128
@@ -53,6 +53,7 @@ class Tile:
     keys: int
     warps: int
     stages: int
+    shortest: int = 0  # keys below which an item of it is not worth cutting; 0: SHORTEST_ITEM
 
 
 class Run(NamedTuple):
@@ -330,8 +331,10 @@ def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile])
     total = int(lengths.sum()) * kv_heads
     large = all(tile.rows >= LARGE or place not in parts[:, TILE] for place, tile in enumerate(tiles))
     places = processors if large else processors * ITEMS_PER_PROCESSOR
-    share = -(-total // (places if total >= places * SHORT else processors))
-    limit = -(-max(share, SHORTEST_ITEM) // ALIGNMENT) * ALIGNMENT
+    shortest = min(tile.shortest or SHORTEST_ITEM for tile in tiles)
+    share = -(-total // (places if total >= places * SHORT * shortest else processors))
+    step = min(ALIGNMENT, shortest)
+    limit = -(-max(share, shortest) // step) * step
     # If there are a few items more than places, these begin only when others end. Where slightly longer items all find a place,
     # take those.
     candidates = range(limit, int(STRETCH * limit) + 1, STEP)  # the longer the items, the fewer
