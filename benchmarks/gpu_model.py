@@ -146,7 +146,6 @@ def _case(bench: Bench, engine: Engine, busy: Busy, rows: int, context: int, wai
 
 def _other_ways(rows: int) -> Iterator[tuple[str, Any, str, int]]:
     """Alternatives for products of few rows, and what to set for them."""
-    yield "products, norms and gates begin early", dependent_launch, "products", True
     if rows <= linear.FEW:
         yield "products by torch", linear, "FEW", 0  # norms, products and sums one after the other
         if rows > 1:

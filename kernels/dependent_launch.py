@@ -10,10 +10,12 @@ On CUDA devices from Hopper on; `enabled` turns it off. Attention takes part, it
 0.858 of the rate that their bytes and operations allow. Attention reads its plan and prefetches its first keys before it waits: one
 row of 512 keys takes 6.7 us instead of 7.6, 16 of 2,048 40.0 instead of 41.2 (2026-11-27).
 
-With `products` matrix products of few rows, norms and activations take part, too. A product lets the next kernel begin when its
-own sums are complete: where it did so at its start, one row took 4.42 ms, and 4.17 without, since programs that only waited were in
-the places of others; with prefetches of weights meanwhile 4.77, and 4.12 without (2026-11-27). It was no use, either, for products
-to end with a request to L2 for the next one's weight: 3.97 to 4.44 ms, and 3.98 without.
+Matrix products of few rows, norms and activations take no part: each time it took longer. One row, where products let the next
+kernel begin when they began themselves: 4.42 ms, 4.17 without (2026-11-26); with prefetches of weights until they may begin 4.77,
+4.12 without; where they let it begin when their sums were complete 4.21, 4.13 without, with 32 rows 5.89 and 5.69, with 256 16.1
+and 15.8 (2026-11-27). It was no use, either, for products to end with a request to L2 for the next one's weight (3.97 to 4.44 ms,
+3.98 without), nor for the last program of a row's attention to merge its partials instead of `merge` (one row of 512 keys 10.1 us,
+7.6 with `merge`).
 """
 
 from functools import cache
@@ -23,7 +25,6 @@ import triton
 import triton.language as tl
 
 enabled = True
-products = False
 
 
 @triton.jit
@@ -55,16 +56,15 @@ def prefetch_lines(line: tl.tensor, EARLY: tl.constexpr) -> None:
         tl.inline_asm_elementwise(code, "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
-def begin_early(device: torch.device, product: bool = False) -> dict[str, bool]:
-    """How a kernel is launched that may begin early: the constant EARLY, and the option that goes with it. product: for products
-    and norms."""
-    begins = on(device, product)
+def begin_early(device: torch.device) -> dict[str, bool]:
+    """How a kernel is launched that may begin early: the constant EARLY, and the option that goes with it."""
+    begins = on(device)
     return {"EARLY": begins, **options(begins)}
 
 
-def on(device: torch.device, product: bool = False) -> bool:
-    """Whether kernels on `device` begin early. product: for products and norms."""
-    return enabled and (products or not product) and device.type == "cuda" and _able(device)
+def on(device: torch.device) -> bool:
+    """Whether kernels on `device` begin early."""
+    return enabled and device.type == "cuda" and _able(device)
 
 
 @cache

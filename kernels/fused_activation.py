@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
-from .dependent_launch import begin_early, wait
 from .reference import PLAIN, Activation
 
 BLOCK_SIZE = 1024
@@ -84,10 +83,8 @@ def gated_kernel(
     LIMIT: tl.constexpr,  # 0: no clamp
     STEEP: tl.constexpr,
     BEHIND: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """BLOCK elements of one token. Tokens are the first axis of the grid, which may have 2^31 programs."""
-    wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -117,7 +114,6 @@ def gated(gate_up: Tensor, out: Tensor, how: Activation = PLAIN) -> Tensor:
             **how.own,
             num_warps=WARPS,
             enable_fp_fusion=False,
-            **begin_early(out.device, product=True),
         )
     return out
 
@@ -135,7 +131,7 @@ def compilations() -> list[Compilation]:
                 "gate_up_stride": "i32:16",
                 "out_stride": "i32:16",
             },
-            constants={"BLOCK": BLOCK_SIZE, **how.own, "EARLY": False},
+            constants={"BLOCK": BLOCK_SIZE, **how.own},
             warps=WARPS,
             hot=True,
         )

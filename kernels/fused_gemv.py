@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import EARLY_TARGETS, VENDORS, Compilation
-from .dependent_launch import begin_early, let_next_begin, wait_for_earlier
+from .compilation import VENDORS, Compilation
 from .fused_activation import product_epilogue
 
 
@@ -72,14 +71,12 @@ def vector_kernel(
     GELU: tl.constexpr,
     ADD: tl.constexpr,
     BIASED: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """COLUMNS outputs."""
     EVEN: tl.constexpr = INPUTS % DEPTH == 0 and OUTPUTS % COLUMNS == 0
     output = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = output < OUTPUTS
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS
-    wait_for_earlier(EARLY)
     before = tl.zeros([COLUMNS], tl.float32)
     if ADD:  # loaded by all threads that hold an output, before one of them writes it
         before = tl.load(out + output, mask=wanted, other=0.0).to(tl.float32)
@@ -102,7 +99,6 @@ def vector_kernel(
         sums += part * values
         if GATED:
             others += other * values
-    let_next_begin(EARLY)
     result = tl.sum(sums, 1)
     other = tl.sum(others, 1)
     if NORM:
@@ -144,7 +140,6 @@ def product(
         num_warps=shape.warps,
         num_stages=shape.stages,
         enable_fp_fusion=True,
-        **begin_early(x.device, product=True),
     )
     return out
 
@@ -169,7 +164,6 @@ class Case(NamedTuple):
     gelu: bool = False
     add: bool = False
     biased: bool = False
-    early: bool = False
 
 
 # The products of an 8 B model's layer, its vocabulary, Gemma's gates, and one with biases and odd numbers.
@@ -181,8 +175,6 @@ CASES = (
     Case("vocabulary", 4096, 128256),
     Case("gemma's", 3584, 14336, norm=True, gated=True, gelu=True),
     Case("odd, biased", 2000, 1000, norm=True, gated=True, biased=True),
-    Case("gated early", 4096, 14336, norm=True, gated=True, early=True),
-    Case("down early", 14336, 4096, add=True, early=True),
 )
 
 
@@ -190,12 +182,9 @@ def compilations() -> list[Compilation]:
     """All cases."""
     found = []
     for case, (kind, targets) in itertools.product(CASES, VENDORS.items()):
-        if case.early and kind:
-            continue
         shape = _shape(case.inputs, case.outputs, case.gated, kind == "amd")
         constants = _constants(case.inputs, case.outputs, shape)
         constants |= {"NORM": case.norm, "GATED": case.gated, "GELU": case.gelu, "ADD": case.add, "BIASED": case.biased}
-        constants["EARLY"] = case.early
         pointers = dict.fromkeys(("out", "x", "weight", "gains", "bias"), "*bf16")
         pointers |= {"gains": "*fp32"} if case.gelu else {}  # as Gemma's are
         found.append(
@@ -207,9 +196,8 @@ def compilations() -> list[Compilation]:
                 warps=shape.warps,
                 stages=shape.stages,
                 fuse=True,
-                early=case.early,
                 hot=True,
-                targets=EARLY_TARGETS if case.early else targets,
+                targets=targets,
             )
         )
     return found

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import EARLY_TARGETS, Compilation
-from .dependent_launch import begin_early, wait
+from .compilation import Compilation
 
 # Elements per program: 2048 in 4 warps are 16 a thread.
 TILE = 2048
@@ -39,10 +38,8 @@ def norm_kernel(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """Normalizes ROWS rows."""
-    wait(EARLY)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     outer, place = (row // inner).to(tl.int64), row % inner
@@ -96,7 +93,6 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, out: Tensor, residual: T
         PARTS=len(x) if cut else 1,
         num_warps=warps,
         enable_fp_fusion=False,
-        **begin_early(x.device, product=True),
     )
     return out
 
@@ -113,24 +109,21 @@ def compilations() -> list[Compilation]:
     """The sizes of Llama and Qwen, and of their heads; Gemma's gains have 32 bits; split-K parts."""
     cases = [(1024, 1, True), (4096, 1, False), (4096, 1, True), (8192, 1, True), (16384, 1, True), (64, 8, False), (128, 8, False)]
     found = []
-    kinds = [*((case, "*bf16", 1, False) for case in cases), ((3584, 1, True), "*fp32", 1, False)]
-    kinds += [((size, 1, True), "*bf16", parts, False) for size, parts in ((4096, 2), (5120, 2), (2048, 4))]
-    kinds.append(((4096, 1, True), "*bf16", 2, True))
-    for (size, inner, add), gains, parts, early in kinds:
+    kinds = [*((case, "*bf16", 1) for case in cases), ((3584, 1, True), "*fp32", 1)]
+    kinds += [((size, 1, True), "*bf16", parts) for size, parts in ((4096, 2), (5120, 2), (2048, 4))]
+    for (size, inner, add), gains, parts in kinds:
         block, height, warps = _tile(size, inner)
         pointers = dict.fromkeys(("x", "residual", "out"), "*bf16") | {"weight": gains} | ({"x": "*fp32"} if parts > 1 else {})
         strides = dict.fromkeys(("x_part", "x_outer", "x_inner", "residual_outer", "out_outer", "out_inner"), "i32:16")
-        constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "ADD": add, "PARTS": parts, "EARLY": early}
+        constants = {"SIZE": size, "BLOCK": block, "ROWS": height, "ADD": add, "PARTS": parts}
         found.append(
             Compilation(
                 kernel=norm_kernel,
-                name=f"norm {'add ' if add else ''}{size} x {inner}{f' of {parts} parts' if parts > 1 else ''}{' early' * early}",
+                name=f"norm {'add ' if add else ''}{size} x {inner}{f' of {parts} parts' if parts > 1 else ''}",
                 types=pointers | {"rows": "i32", "inner": "i32"} | strides | {"epsilon": "fp32"},
                 constants=dict(constants),
                 warps=warps,
-                early=early,
                 hot=True,
-                targets=EARLY_TARGETS if early else (),
             )
         )
     return found

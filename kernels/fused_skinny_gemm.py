@@ -40,8 +40,7 @@ from torch import Tensor
 from triton import knobs
 
 from . import fused_gemv
-from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
-from .dependent_launch import begin_early, let_next_begin, wait_for_earlier
+from .compilation import GENERATIONS, Compilation
 from .fused_activation import product_epilogue
 from .fused_norm import rms_norm
 from .paged_attention import TARGETS, device_class, processors_of
@@ -85,7 +84,6 @@ def product_kernel(
     ADD: tl.constexpr,
     BIASED: tl.constexpr,
     WIDEN: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
     """COLUMNS outputs of all rows, over one part of the inputs."""
     LENGTH: tl.constexpr = (INPUTS + PARTS * DEPTH - 1) // (PARTS * DEPTH) * DEPTH
@@ -96,7 +94,6 @@ def product_kernel(
     deep = part * LENGTH + tl.arange(0, DEPTH)
     from_x = x + row[:, None] * x_stride + deep[None, :]
     from_weight = weight + output.to(tl.int64)[:, None] * INPUTS + deep[None, :]
-    wait_for_earlier(EARLY)
     result = tl.zeros([COLUMNS, ROWS], tl.float32)
     other = tl.zeros([COLUMNS, ROWS], tl.float32)
     for first in tl.range(0, LENGTH, DEPTH, num_stages=STAGES):
@@ -108,7 +105,6 @@ def product_kernel(
         result = dot(_piece(from_weight + first, wanted, within, EVEN), values, result, WIDEN)
         if GATED:
             other = dot(_piece(from_weight + first + OUTPUTS * INPUTS, wanted, within, EVEN), values, other, WIDEN)
-    let_next_begin(EARLY)
     first_part = output + part * OUTPUTS < OUTPUTS  # the first part adds the bias
     result = product_epilogue(result, other, bias, output[:, None], first_part[:, None], OUTPUTS, GATED, GELU, BIASED)
     place = out + part * part_stride + row[None, :] * out_stride + output[:, None]
@@ -182,7 +178,6 @@ def product(
             num_warps=WARPS,
             num_stages=constants["STAGES"],
             enable_fp_fusion=True,
-            **begin_early(x.device, product=True),
         )
     return out
 
@@ -249,14 +244,9 @@ def compilations() -> list[Compilation]:
     found = []
     cases = [(case, rows) for case in fused_gemv.CASES for rows in (16, 32, 64) if rows == 16 or not case.gated]
     for (case, rows), (generation, targets) in itertools.product(cases, TARGETS.items()):
-        if case.early:
-            targets = tuple(name for name in targets if name in EARLY_TARGETS)
-            if not targets:
-                continue
         parts = _parts(rows, case.inputs, case.outputs, 132) if case.add else 1
         constants = _constants(rows, case.inputs, case.outputs, parts, case.gated, 2, generation, 132)
         constants |= {"GATED": case.gated, "GELU": case.gelu, "ADD": case.add and parts == 1, "BIASED": case.biased, "WIDEN": False}
-        constants["EARLY"] = case.early
         pointers = {"out": "*fp32" if parts > 1 else "*bf16"} | dict.fromkeys(("x", "weight", "bias"), "*bf16")
         numbers = {"rows": "i32"} | dict.fromkeys(("x_stride", "out_stride", "part_stride"), "i32:16")
         found.append(
@@ -268,7 +258,6 @@ def compilations() -> list[Compilation]:
                 warps=WARPS,
                 stages=constants["STAGES"],
                 fuse=True,
-                early=case.early,
                 hot=True,
                 targets=targets,
             )

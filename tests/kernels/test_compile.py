@@ -75,9 +75,9 @@ def test_a_sample_of_kernels_compiles_for_all_targets() -> None:
     process = run_python("-m", "penstock.kernels.compile", *filters)
     assert process.returncode == 0, process.stdout + process.stderr
     assert process.stdout.splitlines()[-1].startswith(
-        "12 kernels, 5 targets, 0 faults"
-    )  # rotary also with an fp8 cache, and two that are launched early
-    assert len(process.stdout.splitlines()) == 2 + 5 * 6 + 3 + 3 + 3 + 5  # the latter have fewer targets
+        "11 kernels, 5 targets, 0 faults"
+    )  # rotary also with an fp8 cache, and launched early
+    assert len(process.stdout.splitlines()) == 2 + 5 * 6 + 3 + 3 + 5  # the latter have fewer targets
 
 
 INSPECTION_SCRIPT = """
@@ -94,12 +94,13 @@ kernels = compile.gather()
 for one in kernels:
     if one.early:
         code = compile._compiled(one, hopper).asm["ptx"]
-        before, after = code.split("griddepcontrol.wait")
+        before, *behind = code.split("griddepcontrol.wait")
         accesses = [word for word in ("ld.global", "st.global", "cp.async", "atom", "red.global") if word in before]
-        launches = "griddepcontrol.launch_dependents" in code
+        launches, writes = "griddepcontrol.launch_dependents" in code, any("st.global" in part for part in behind)
         if one.kernel in (paged_kernels.attend, paged_kernels.merge):  # they read the plan, which no kernel writes
             accesses = [word for word in accesses if word != "ld.global"]
-        print("early:", one.name, launches, "st.global" in after, accesses)
+            assert len(behind) == 2, one.name  # programs with nothing to do wait as well
+        print("early:", one.name, launches, writes, accesses)
     if one.name in ("sampling draw", "sampling weigh"):
         print("vector loads:", one.constants["CHANGED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
     if one.name in ("product down 16", "product vocabulary 32", "product output 64", "product gated 16"):
@@ -159,7 +160,7 @@ def compiled_code() -> dict[str, list[str]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
 def test_kernels_launched_early_access_no_memory_before_they_wait(compiled_code: dict[str, list[str]]) -> None:
     """Programmatic dependent launch."""
-    assert len(compiled_code["early"]) >= 7, compiled_code
+    assert len(compiled_code["early"]) >= 5, compiled_code
     for line in compiled_code["early"]:
         assert line.endswith("True True []"), line
 
