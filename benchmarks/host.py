@@ -71,7 +71,6 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     engine.decoder.__class__ = Still
     dispatch.force("triton")
     engine.resize(4 * rows * -(-(context + steps) // PAGE))
-    engine.cache.inherit = lambda *given: None  # type: ignore[method-assign]
     engine.cache.copy_rows = lambda *columns: None  # type: ignore[method-assign]
     engine.cache.inherit = lambda heirs, parents: None  # type: ignore[method-assign]
     extent = GraphExtent(rows, rows, context + steps, engine.pool.pages, (rows,))

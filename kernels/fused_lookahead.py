@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .compilation import Compilation
 from .fused_paging import bytes_if_small
-from .lookahead import Unknown
 
 BLOCK_SIZE = 2048  # elements of a page per program
 PAGES = 64  # pages of a table that are filled in at once
@@ -74,24 +73,24 @@ def inherit_kernel(
         tl.store(layer + target.to(tl.int64) * page_elements + element, values, mask=element < page_elements)
 
 
-def fill(tokens: Tensor, pages: Tensor | None, wanted: Unknown, picked: Tensor, parents: Tensor | None) -> None:
-    """`lookahead.fill`."""
-    beams = pages is not None and parents is not None and wanted.beams
-    fill_kernel[(len(wanted.entries),)](
-        wanted.entries, wanted.tables if beams else wanted.entries, picked, parents if beams else picked, tokens,
+def fill(tokens: Tensor, pages: Tensor | None, entries: Tensor, tables: Tensor, picked: Tensor, parents: Tensor | None) -> None:
+    """`lookahead.fill`; without pages or parents no entry continues a beam."""
+    beams = pages is not None and parents is not None
+    fill_kernel[(len(entries),)](
+        entries, tables if beams else entries, picked, parents if beams else picked, tokens,
         pages if beams else tokens, BEAMS=beams, BLOCK=PAGES, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def inherit(pages: Tensor, wanted: Unknown, parents: Tensor) -> None:
+def inherit(pages: Tensor, entries: Tensor, tables: Tensor, parents: Tensor) -> None:
     """`lookahead.inherit`."""
     pages = bytes_if_small(pages)
     layers, count, page_size, width = pages.shape
     assert pages.stride()[1:] == (page_size * width, width, 1) or count == 1
     if layers:
-        grid = (len(wanted.entries), layers, triton.cdiv(page_size * width, BLOCK_SIZE))
+        grid = (len(entries), layers, triton.cdiv(page_size * width, BLOCK_SIZE))
         inherit_kernel[grid](
-            pages, wanted.entries, wanted.tables, parents, pages.stride(0), page_size * width, width, BLOCK=BLOCK_SIZE,
+            pages, entries, tables, parents, pages.stride(0), page_size * width, width, BLOCK=BLOCK_SIZE,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -236,7 +236,9 @@ def by_triton(
                 enable_fp_fusion=True,
             )
             if parts > 1:
-                sum_kernel[(triton.cdiv(out.numel(), SUMMED),)](out, sums, out.numel(), PARTS=parts, SIZE=SUMMED, num_warps=WARPS)
+                sum_kernel[(triton.cdiv(out.numel(), SUMMED),)](
+                    out, sums, out.numel(), PARTS=parts, SIZE=SUMMED, num_warps=WARPS, enable_fp_fusion=False
+                )
         return out
 
     return product, (held, scales, zeros, factors, bias)

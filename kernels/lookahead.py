@@ -64,7 +64,7 @@ def fill(tokens: Tensor, pages: Tensor | None, wanted: Unknown, picked: Tensor, 
     if triton_for(tokens):
         from .fused_lookahead import fill as fused
 
-        fused(tokens, pages, wanted, picked, parents)
+        fused(tokens, pages if wanted.beams else None, wanted.entries, wanted.tables, picked, parents)
         return
     source, token, place, first, count, *_ = wanted.entries.long().unbind(1)
     tokens.index_copy_(0, token, picked.index_select(0, source).clamp_(min=0))
@@ -82,7 +82,7 @@ def inherit(pages: Tensor, wanted: Unknown, parents: Tensor) -> None:
     if triton_for(pages):
         from .fused_lookahead import inherit as fused
 
-        fused(pages, wanted, parents)
+        fused(pages, wanted.entries, wanted.tables, parents)
         return
     source, _, _, first, count, target, filled, _ = wanted.entries.long().unbind(1)
     lasts, tables, part = (first + parents[source] * (count + 1) + count).tolist(), wanted.tables.tolist(), held(pages)

@@ -237,6 +237,8 @@ def plan(
     else:
         tiles = {kind: tiles_of(kind, dtype, generation, fixed > 0) for kind in kinds}
     most = min((own[-1].rows - 1) // kind.ratio for kind, own in tiles.items())
+    if capacity is not None and not capacity.entries:  # a lean graph, whose tile may not hold two rows: sharing ones are not for it
+        most = max(most, 1)
     table = cutting.table(rows, page_size, most if share and not fixed else 0)
     return _plan(table, tiles, device, processors, fixed, capacity, into)
 
@@ -527,6 +529,7 @@ def compilations() -> list[Compilation]:
             result.append(_compilation(kind, 128, generation, eight_bits=True, page_size=64, hot=True))
             if generation:  # AMD's begin none early
                 result.append(_compilation(kind, 128, generation, early=True, hot=True))
+                result.append(_compilation(kind, 128, generation, page_size=1, early=True, settled=False, hot=True))
             if kind == 0 and generation == 9:
                 few = [_compilation(kind, size, generation, few_rows=True, hot=True) for size in (64, 80, 96, 128)]
                 few += [_compilation(kind, 64, generation, ratio=8, window=128, sinks=True, few_rows=True, hot=True)]
@@ -593,6 +596,7 @@ def _compilation(
     sinks: bool = False,
     early: bool = False,
     few_rows: bool = False,
+    settled: bool = True,
     hot: bool = False,
 ) -> Compilation:
     latent = turned > 0 or beside > 0 or alone
@@ -602,7 +606,7 @@ def _compilation(
     width = size + turned + beside if latent else 16 * size + common
     apart = 0 if latent else 8 * size
     constants = _constants(
-        8, ratio, size, turned + common, width, apart, page_size, tile, window, softcap, trees, eight_bits, sinks, True
+        8, ratio, size, turned + common, width, apart, page_size, tile, window, softcap, trees, eight_bits, sinks, settled
     )
     constants["EARLY"] = early
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
@@ -631,6 +635,7 @@ def _compilation(
         "sinks" * sinks,
         "early" * early,
         "few rows" * few_rows,
+        "chosen" * (not settled),
         GENERATIONS[generation],
     ]
     name = " ".join([f"attend {('one', 'few', 'many')[kind]} {size} {short} ratio {ratio} page {page_size}", *filter(None, marks)])

@@ -190,7 +190,7 @@ def _graphs(options: Options, form: Shape, draft: DraftShape | None) -> int:
     speculation = options.speculation
     tokens = options.max_batch_prefill_tokens or graph_sizes.MIXED[-1]
     remembers = [one.recurrent is not None for one in (form, draft) if isinstance(one, Shape)]
-    return len(graph_sizes.recorded(chosen, options.sequences, tokens, speculation.most > 0, remembers))
+    return len(graph_sizes.recorded(chosen, options.sequences, tokens, speculation.most > 0, remembers, options.batch_invariant))
 
 
 def _device(options: Options, machine: Machine) -> str:

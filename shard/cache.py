@@ -93,7 +93,7 @@ class Cache:
             self.copy_rows(*lists_to_device(self._device, *zip(*copies, strict=True)))
 
     def copy_rows(self, sources: Tensor, targets: Tensor, rows: Tensor) -> None:
-        """The same, of arguments that may be known on the device only: [copies] int64 each."""
+        """The same, of tensors on the device: [copies] int64 each."""
         for part in self.pages:
             copy_pages(part, sources, targets, rows)
 

@@ -144,14 +144,16 @@ class Forward:
         """The step, in the input buffers of a graph that holds it, and this graph; a lean one if possible."""
         decodes = tokens == len(spans)
         self._full -= decodes and self._full > 0
-        for graphs in (self._lean, self._decodes) if decodes else (self._mixed,):
-            graph = _fitting(graphs, tokens) if graphs is not self._lean or not self._full else None
+        usual = _fitting(self._decodes if decodes else self._mixed, tokens)
+        tried = self._lean if decodes and usual is not None and not self._full else []
+        lean = next((one for one in tried if usual is not None and one.room.tokens == usual.room.tokens), None)
+        for graph in (lean, usual):
             if graph is None:
                 continue
             try:
                 return self._plan(spans, graph.room, graph.input, picked), graph
             except ragged.CapacityExceeded:  # it shares more prefixes, or wants more rows, than steps usually do
-                self._full = FULL if decodes else self._full
+                self._full = FULL if graph is lean else self._full
         return None, None
 
 

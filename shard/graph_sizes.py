@@ -53,7 +53,10 @@ def mixed(chosen: tuple[int, ...] | None, tokens: int, drafts: bool = False, rem
     return [] if chosen is not None or remembers else [size for size in (*(VERIFIED if drafts else ()), *MIXED) if size <= tokens]
 
 
-def recorded(chosen: tuple[int, ...] | None, rows: int, tokens: int, drafts: bool, remembers: Sequence[bool]) -> list[int]:
-    """Tokens of all steps that are recorded. remembers: of the model, and of a draft model, which has graphs of its own."""
-    both = *decodes(chosen, rows), *lean(chosen, rows)
+def recorded(
+    chosen: tuple[int, ...] | None, rows: int, tokens: int, drafts: bool, remembers: Sequence[bool], invariant: bool = False
+) -> list[int]:
+    """Tokens of all steps that are recorded. remembers: of the model, and of a draft model, which has graphs of its own; invariant:
+    batch-invariant steps have no lean graphs."""
+    both = *decodes(chosen, rows), *([] if invariant else lean(chosen, rows))
     return [size for own in remembers for size in (*both, *mixed(chosen, tokens, drafts, own))]

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 # model would take minutes.
 SAMPLE_TOKENS = 64
 UNIT = 1 if sys.platform == "darwin" else 1024  # bytes per unit of the system's peak resident size
+CUT = 512  # tokens before one that is then attended to in parts, which are merged
 REMEDY = "should memory run out, give a smaller --kv-pages"
 # Sampling parameters that use every feature of the sampler that takes memory.
 GREEDIEST = Sampling(temperature=1.0, top_p=0.999999, typical_p=0.99, repetition_penalty=1.1, bias=((0, 1.0),), final_logprobs=True)
@@ -210,6 +211,7 @@ def _sample(engine: Engine, tokens: int, rows: int, most: int, total: int) -> Me
     first = [([1], 1, GREEDIEST)]
     if engine.device.type == "cuda":
         first += [([1 << power], 1, GREEDIEST) for power in range(1, min(tokens, longest).bit_length())]
+        _run_in_chunks(engine, [min(CUT, longest // 2), 1])
         _run_selecting(engine)
         _compile_expanded(engine, total)
         first.append((lengths, choices, GREEDIEST))
@@ -241,9 +243,13 @@ def _make_room(engine: Engine, lengths: list[int], choices: int) -> None:
 def _run_selecting(engine: Engine) -> None:
     """Runs steps of one token and of more, far enough into a context that sparse attention has to choose, if it ever has to."""
     longest, most = engine.decoder.shape.max_positions, engine.decoder.shape.sparse_beyond
-    lengths = [most, *(1 << power for power in range(8))]
-    if not 0 < most < longest:
-        return
+    if 0 < most < longest:
+        _run_in_chunks(engine, [most, *(1 << power for power in range(8))])
+
+
+def _run_in_chunks(engine: Engine, lengths: list[int]) -> None:
+    """Runs a step for each chunk of a prompt."""
+    longest = engine.decoder.shape.max_positions
     _make_room(engine, [sum(lengths)], 1)
     begun, waiting = sequences([0] * min(longest, sum(lengths)), 1)
     groups = [Group(0, begun, waiting, GREEDIEST, 2, frozenset())]

@@ -104,11 +104,6 @@ class Sequence:
         """Tokens after the prompt; also the output position of the next one."""
         return len(self.tokens) - self.prompt_length
 
-    @property
-    def reached(self) -> int:
-        """Tokens that have pages, of one that decodes: with recurrent states, accepted drafts are computed a second time."""
-        return max(self.computed, len(self.tokens) - 1)
-
     def slot(self, place: int, page_size: int) -> int:
         """Slot of token number `place` in the cache."""
         return self.pages[place // page_size] * page_size + place % page_size

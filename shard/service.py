@@ -136,7 +136,7 @@ class Service:
         drafts = engine.speculator.most > 0
         remembers = [shape.recurrent is not None]
         remembers += [False] if engine.speculator.drafter and engine.speculator.drafter.recorded else []
-        sizes = recorded(chosen, rows, tokens, drafts, remembers)
+        sizes = recorded(chosen, rows, tokens, drafts, remembers, config.batch_invariant)
         self.stage = "compiling products"
         engine.compile(min(tokens, COMPILED))
         if config.batch_invariant:

@@ -158,7 +158,7 @@ def compiled_code() -> dict[str, list[str]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
-def test_kernels_launched_early_access_no_memory_before_they_wait(compiled_code: dict[str, list[str]]) -> None:
+def test_kernels_launched_early_access_nothing_that_kernels_write_before_they_wait(compiled_code: dict[str, list[str]]) -> None:
     """Programmatic dependent launch."""
     assert len(compiled_code["early"]) >= 5, compiled_code
     for line in compiled_code["early"]:

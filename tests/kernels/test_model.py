@@ -276,16 +276,44 @@ def test_lean_graphs_hold_steps_whose_rows_are_one_item_each(name: str, monkeypa
         assert replays == ({"lean": GREEDY} if processors == 1 else {"usual": GREEDY})
 
 
+def test_lean_graphs_are_no_larger_than_the_usual_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of fewer rows than any lean graph has would compute many times as many."""
+    dispatch.force("triton")
+    monkeypatch.setattr(graph_sizes, "LEAN", 4)
+    engine = with_graphs(tiny.engine(LLAMA, 4, PAGES), monkeypatch)
+    replays = count_replays(engine.forward)
+    greedy(engine, 2)
+    assert replays == {"usual": GREEDY}
+    greedy(engine, 4)
+    assert replays == {"usual": GREEDY, "lean": GREEDY}
+
+
+def test_rows_that_share_a_prefix_are_not_for_lean_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the tile of a lean graph would hold only one of them."""
+    dispatch.force("triton")
+    monkeypatch.setattr(graph_sizes, "LEAN", 1)
+    monkeypatch.setattr(work_list, "SHORTEST_RUN", 4)
+    monkeypatch.setattr(paged_attention, "processors_of", lambda device: 1)
+    small = paged_attention.Tile(tiny.engine(LLAMA, 4, 0).decoder.shape.query_heads(0), 16, 4, 2)
+    monkeypatch.setattr(paged_attention, "lean_tile", lambda kind, *rest: paged_attention.replace(small, rows=kind.ratio))
+    engine = with_graphs(tiny.engine(LLAMA, 4, PAGES), monkeypatch)
+    replays = count_replays(engine.forward)
+    begun, waiting = sequences([5] * 12, 3)
+    engine.prefill(0, [Group(0, begun, waiting, Sampling(temperature=1.0), 3, frozenset())], [(0, 99)], 99, [])
+    engine.decode([0])
+    assert replays == {"usual": 1}
+
+
 GREEDY = 6  # decode steps
 
 
-def greedy(engine: Engine) -> list[list[int]]:
-    """Tokens that three sequences are continued with."""
+def greedy(engine: Engine, count: int = 3) -> list[list[int]]:
+    """Tokens that so many sequences are continued with."""
     groups = []
-    for uid in range(3):
+    for uid in range(count):
         begun, waiting = sequences([7 + 3 * uid + k for k in range(9 + 4 * uid)], 1)
         groups.append(Group(uid, begun, waiting, Sampling(), GREEDY + 1, frozenset()))
-    outcomes = [engine.prefill(0, groups, [(uid, 99) for uid in range(3)], 99, [])]
+    outcomes = [engine.prefill(0, groups, [(uid, 99) for uid in range(count)], 99, [])]
     outcomes += [engine.decode([0]) for _ in range(GREEDY)]
     return [[emitted.pick.token for _, emitted in outcome.emitted] for outcome in outcomes]
 

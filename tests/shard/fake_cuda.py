@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels import lookahead, reference
+from penstock.kernels import dispatch, lookahead, reference
 from penstock.kernels.beam import RowSet, living
 from penstock.kernels.sampling import allow
 from penstock.shard.decoding import sampler
@@ -541,7 +541,13 @@ def _unknown(given: Any) -> lookahead.Unknown:
 
 def _fill(given: Any) -> None:
     beams = (given.pages, given.parents) if given.BEAMS else (None, None)
-    lookahead.fill(given.tokens, beams[0], _unknown(given), given.picked, beams[1])
+    with dispatch.forced("reference"):
+        lookahead.fill(given.tokens, beams[0], _unknown(given), given.picked, beams[1])
+
+
+def _inherit(given: Any) -> None:
+    with dispatch.forced("reference"):
+        lookahead.inherit(given.cache, _unknown(given), given.parents)
 
 
 # Kernels whose outputs are read by the host or by plain torch. All other kernels write nothing: their outputs stay zeros.
@@ -558,7 +564,7 @@ EFFECTS: dict[str, Callable[[Any], None]] = {
     "normalize_kernel": lambda given: given.normalizers.copy_(given.totals.logsumexp(1)),
     "expand_kernel": _expand,
     "fill_kernel": _fill,
-    "inherit_kernel": lambda given: lookahead.inherit(given.cache, _unknown(given), given.parents),
+    "inherit_kernel": _inherit,
 }
 # The same where the logits are too large to hold numbers.
 SHAPED: dict[str, Callable[[Any], Any]] = {
