@@ -105,16 +105,7 @@ def gated(gate_up: Tensor, out: Tensor, how: Activation = PLAIN) -> Tensor:
     if tokens:
         grid = (tokens, triton.cdiv(size, BLOCK_SIZE))
         strides = gate_up.stride(0), out.stride(0)
-        gated_kernel[grid](
-            gate_up,
-            out,
-            size,
-            *strides,
-            BLOCK=BLOCK_SIZE,
-            **how.own,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+        gated_kernel[grid](gate_up, out, size, *strides, BLOCK=BLOCK_SIZE, **how.own, num_warps=WARPS, enable_fp_fusion=False)
     return out
 
 

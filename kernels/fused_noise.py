@@ -17,7 +17,7 @@ from .compilation import AMD, NVIDIA, Compilation
 from .dispatch import on_nvidia
 
 SIZE = 1024  # numbers per program
-PER_ROW = ["seeds", "choices", "positions"]  # see `fused_sampling.PER_ROW`
+PER_ROW = ["seeds", "choices", "positions"]  # see `row_logits.PER_ROW`
 
 LOG_2_HIGH = tl.constexpr(logarithm.LOG_2_HIGH)
 LOG_2_LOW = tl.constexpr(logarithm.LOG_2_LOW)

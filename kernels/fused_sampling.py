@@ -22,16 +22,14 @@ gathered, out of the few buckets that have any, and filters and draw go on among
 that a filter may keep is among them, so a row is never wrong, but may be slow. Few candidates are each compared with each other,
 which takes no more steps than a search for a threshold takes barriers.
 
-A row whose top-p keeps more is narrowed down by all programs together: two passes sum the mass above 16 numbers each (`narrow`),
-a third one lists the tokens that are left between two of them (`list_between`), and `finish` finds the threshold among these. A row
-with a large top-k, or with too many tokens in between, finds it by bisection over the bits of a float, each step a pass over the
-row. Such rows are drawn in one more pass over all tokens, as rows without filters are (`draw`). Exact noise takes 150 instructions,
-so there all tokens get noise that is off by a known bound, and only those that may be the largest are compared exactly (`settle`).
+A row whose top-p keeps more is narrowed down by all programs together (`fused_narrowing`). One with a large top-k finds its
+threshold by bisection over the bits of a float, each step a pass over the row (`row_logits`). Such rows are drawn in one more pass
+over all tokens, as rows without filters are (`draw`). Exact noise takes 150 instructions, so there all tokens get noise that is off
+by a known bound, and only those that may be the largest are compared exactly (`settle`).
 
 Logits that penalties change stand beside the others (`fused_penalties`), which are worked out before the survey.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +37,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import VENDORS, Compilation
+from .compilation import Compilation
 from .dispatch import on_nvidia
+from .fused_narrowing import narrow
 from .fused_noise import NEARLY, gumbel_of_ids, nearly_exp, nearly_gumbel_of_quads
-from .fused_penalties import NOTHING, PLANES, Changes, change, key_of, slots, value_of
+from .fused_penalties import NOTHING, PLANES, change, key_of, value_of
+from .row_logits import (
+    LOWEST,
+    PER_ROW,
+    STRIDES,
+    WARPS,
+    Given,
+    compilations_of,
+    far_limit,
+    logits_at,
+    lowest_logit,
+    lowest_score,
+    middle_of,
+    row_logits,
+    threshold_of,
+)
 from .sampling import Draws, Penalties
 
 SPLIT = 4096  # logits per program of `survey`, `weigh` and `draw`
@@ -50,27 +64,9 @@ CAPACITY = 2048  # most logits that are gathered for a row
 AT_ONCE = 2048  # logits that `filter` loads at once: with more, its registers leave no room for a second program
 WANTED = 512  # at least so many are gathered without top-k
 FEW = 256  # so many or fewer gathered logits are each compared with each other
-WARPS = 8
-SURVEY_WARPS = 8
-FILTER_WARPS = 8
-FILTER_REGISTERS = 0  # most registers of a thread of `filter`; 0: as the compiler likes. Beyond 128 one program fills an SM
-DRAW_WARPS = 8
 DRAW_PARTS = 4  # parts of a program of `draw`: programs that find their row finished take time, too
-LOWEST = tl.constexpr(-0x80000000)
-PIVOTS = tl.constexpr(16)  # numbers that `narrow` compares each logit with
-SLOTS = tl.constexpr(128)  # most tokens that are listed for a part
-ROUNDS = 2  # of `narrow`
-PARTS_AT_ONCE = 4  # parts of a program of `narrow` and `list_between`: most have nothing to do
 VAGUE = tl.constexpr(1 << 30)  # more than there are tokens
 SCANNED = tl.constexpr(128)  # tokens that `settle` compares at once
-# Arguments with one number per row or program: their alignment depends on the number of rows, and doesn't matter.
-PER_ROW = [
-    "temperature", "top_k", "top_p", "min_p", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
-    "noisiest", "ids", "sums", "lows", "highs", "targets",
-]  # fmt: skip
-
-
-STRIDES = ["mark_stride", "mask_stride"]  # of what there may not be
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,47 +76,6 @@ class Sampled:
     tokens: Tensor  # int64: -1 where a row's logits are NaN or infinite, so that nothing could be sampled
     logprobs: Tensor  # float32, under the model's own distribution; NaN where the token is -1
     final: Tensor  # float32, under the filtered distribution that was drawn from; greedy: 0
-
-
-@triton.jit
-def _floor(min_p, row):  # type: ignore[no-untyped-def]
-    """The lowest score that min-p keeps. The same as torch's logarithm on the device."""
-    share = tl.load(min_p + row)
-    return tl.where(share > 0.0, tl.log(tl.where(share > 0.0, share, 1.0)), float("-inf"))
-
-
-@triton.jit
-def _middle(low, high):  # type: ignore[no-untyped-def]
-    """The midpoint of two int64, rounded up."""
-    return low + ((high - low + 1) >> 1)
-
-
-@triton.jit
-def _threshold(keys, weights, target):  # type: ignore[no-untyped-def]
-    """The largest key at which the weights of all keys not below it sum up to `target`; the lowest int32 if none does."""
-    low, high = tl.full((), -0x80000000, tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
-    for _ in range(32):
-        middle = _middle(low, high)
-        enough = tl.sum(tl.where(keys.to(tl.int64) >= middle, weights, 0.0), 0) >= target
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits of a row, changed ones in place of those that have a mark, and -inf for tokens that its grammar doesn't allow. Bit i
-    of word w is token 32 w + i. Without CHANGED there are neither; and a stride of 0 says that these are not."""
-    # Masked by its bits, each would be loaded alone, not four at a time.
-    values = tl.load(logits + column, mask=inside, other=float("-inf"))
-    if CHANGED:
-        some = inside & (column // 32 < mark_stride)
-        words = tl.load(marks + column // 32, mask=some, other=0)
-        firsts = tl.load(marks + mark_stride // PLANES + column // 32, mask=some, other=0)
-        marked = some & (((words >> (column % 32)) & 1) != 0)
-        values = tl.where(marked, tl.load(changes + slots(words, firsts, column), mask=marked, other=0.0), values)
-        words = tl.load(mask + column // 32, mask=inside & (column // 32 < mask_stride), other=-1)
-        values = tl.where(((words >> (column % 32)) & 1) != 0, values, float("-inf"))
-    return values
 
 
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
@@ -166,14 +121,14 @@ def survey_kernel(
 
 @triton.jit
 def _largest(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, mark_stride, mask_stride, largest, best, buckets, vocabulary, CHANGED: tl.constexpr,
+    given, largest, best, buckets, vocabulary, CHANGED: tl.constexpr,
     BUCKETS: tl.constexpr
 ):  # fmt: skip
     """The first token whose logit is `best`, the largest of the maxima `largest`."""
     found = tl.min(tl.where(largest == best, tl.arange(0, BUCKETS), buckets - 1), 0)
     column = found * 32 + tl.arange(0, 32)
     inside = column < vocabulary
-    values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED)
+    values = logits_at(given, column, inside, CHANGED)
     return tl.min(tl.where(inside & (values == best), column, vocabulary - 1), 0)
 
 
@@ -204,11 +159,8 @@ def weigh_kernel(
         place = row * tl.num_programs(1) + part
         peak = tl.max(tl.load(maxima + place * (SIZE // 32) + tl.arange(0, SIZE // 32)), 0)
         column = part * SIZE + tl.arange(0, SIZE)
-        marks += row * mark_stride
-        mask += row * mask_stride
-        values = _values(
-            logits + row * stride, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED
-        )
+        given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
+        values = logits_at(given, column, column < vocabulary, CHANGED)
         # Where all are -inf the difference would be NaN.
         masses = nearly_exp((values - tl.where(peak == float("-inf"), 0.0, peak)) * tl.div_rn(1.0, heat), CUDA)
         tl.store(peaks + place, peak)
@@ -227,7 +179,7 @@ def _pivot(largest, filled, best, wanted):  # type: ignore[no-untyped-def]
     number = tl.sum(filled.to(tl.int32), 0)
     step = 0
     while (low < high) & (number > wanted + wanted // 2):
-        middle = _middle(low, high)
+        middle = middle_of(low, high)
         if step < 12:
             between = value_of(low.to(tl.int32)) * 0.5 + value_of(high.to(tl.int32)) * 0.5
             middle = tl.maximum(tl.minimum(key_of(between).to(tl.int64), high), low + 1)
@@ -242,7 +194,7 @@ def _pivot(largest, filled, best, wanted):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gather(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, mark_stride, mask_stride, listed, buckets, best, heat, pivot, scores_to, masses_to, ids_to,
+    given, listed, buckets, best, heat, pivot, scores_to, masses_to, ids_to,
     vocabulary,
     CHANGED: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -254,7 +206,7 @@ def _gather(  # type: ignore[no-untyped-def]
         place = start + tl.arange(0, BLOCK)
         inside = place < buckets * 32
         column = tl.load(listed + place // 32, mask=inside, other=0) * 32 + place % 32
-        values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside & (column < vocabulary), CHANGED)
+        values = logits_at(given, column, inside & (column < vocabulary), CHANGED)
         possible = values > float("-inf")
         taken = possible & (values >= pivot)
         # Both counts in one number: BLOCK is far below 2^16.
@@ -269,75 +221,6 @@ def _gather(  # type: ignore[no-untyped-def]
         count += both & 0xFFFF
         above += both >> 16
     return count, above == count
-
-
-@triton.jit
-def _weight_above(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, least, vocabulary, MASSES: tl.constexpr, CHANGED:
-    tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Mass (or number, without MASSES) of all tokens whose score's key is not below `least` (int64)."""
-    sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
-        scores = tl.div_rn(values - best, heat)
-        weights = tl.exp(scores) if MASSES else 1.0
-        possible = values > float("-inf")
-        sums += tl.where(possible & (key_of(scores).to(tl.int64) >= least), weights, 0.0)
-    return tl.sum(sums, 0)
-
-
-@triton.jit
-def _far_threshold(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, least, MASSES: tl.constexpr,
-    CHANGED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """`_threshold` over all tokens of the row; at least `least`, which is the result if nothing above it reaches the target."""
-    low, high = least.to(tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
-    for _ in range(32):
-        middle = _middle(low, high)
-        weight = _weight_above(
-            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, middle, vocabulary, MASSES, CHANGED, BLOCK
-        )
-        enough = weight >= target
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-    return low.to(tl.int32)
-
-
-@triton.jit
-def _far_limit(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The key of the lowest score that top-k and top-p keep, of all tokens of the row."""
-    threshold = tl.full((), LOWEST, tl.int32)
-    if k > 0:
-        target = tl.minimum(k, vocabulary).to(tl.float32)
-        threshold = _far_threshold(
-            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, threshold, False, CHANGED, BLOCK
-        )
-    if p < 1.0:
-        least = threshold.to(tl.int64)
-        target = p * _weight_above(
-            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, least, vocabulary, True, CHANGED, BLOCK
-        )
-        threshold = _far_threshold(
-            logits, changes, marks, mask, mark_stride, mask_stride, best, heat, target, vocabulary, threshold, True, CHANGED, BLOCK
-        )
-    return threshold
-
-
-@triton.jit
-def _lowest_logit(best, heat, least):  # type: ignore[no-untyped-def]
-    """The lowest logit whose score has a key that is not below `least`: scores never fall where logits rise."""
-    low, high = tl.full((), -0x80000000, tl.int64), key_of(best).to(tl.int64)
-    for _ in range(33):
-        middle = low + ((high - low) >> 1)
-        value = tl.maximum(value_of(middle.to(tl.int32)), float("-inf"))  # there are NaNs below
-        enough = key_of(tl.div_rn(value - best, heat)) >= least
-        low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
-        low = tl.minimum(low, high)
-    return tl.maximum(value_of(high.to(tl.int32)), float("-inf"))
 
 
 @triton.jit
@@ -413,13 +296,13 @@ def _among_many(  # type: ignore[no-untyped-def]
     enough = everything | (floor > edge)
     if k > 0:
         enough = everything | (tl.sum(usable.to(tl.int32), 0) >= k)
-        threshold = _threshold(keys, tl.where(usable, 1.0, 0.0), tl.minimum(k, CAP).to(tl.float32))
+        threshold = threshold_of(keys, tl.where(usable, 1.0, 0.0), tl.minimum(k, CAP).to(tl.float32))
         weights = tl.where(keys >= threshold, weights, 0.0)
         total = tl.sum(weights, 0)
     elif p < 1.0:
         enough = everything | (tl.sum(weights, 0) >= p * total)
     if p < 1.0:
-        threshold = tl.maximum(threshold, _threshold(keys, weights, p * total))
+        threshold = tl.maximum(threshold, threshold_of(keys, weights, p * total))
     kept = usable & (keys >= threshold)
     chosen, final = _drawn(kept, scores, masses, ids, floor, seed, choice, position, CUDA)
     return enough, chosen, final
@@ -469,22 +352,18 @@ def filter_kernel(
 ) -> None:
     """Filters and samples one row among its gathered candidates, if these suffice; else leaves it to `draw`, with its limit."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    marks += row * mark_stride
-    mask += row * mask_stride
+    given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
     place = tl.arange(0, BUCKETS)
     largest = tl.load(maxima + row * buckets + place, mask=place < buckets, other=float("-inf"))
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
-    floor = _floor(min_p, row)
+    floor = lowest_score(min_p, row)
     best = tl.max(largest, 0)
     tl.store(bests + row, best)
     tl.store(limits + row, float("-inf"))
     tl.store(tokens + row, -1)
     tl.store(targets + row, 0.0)
     if heat == 0.0:
-        chosen = _largest(
-            logits, changes, marks, mask, mark_stride, mask_stride, largest, best, buckets, vocabulary, CHANGED, BUCKETS
-        )
+        chosen = _largest(given, largest, best, buckets, vocabulary, CHANGED, BUCKETS)
         tl.store(tokens + row, chosen.to(tl.int64))
         tl.store(finals + row, 0.0)
     elif (k > 0) | (p < 1.0) | (floor > float("-inf")):
@@ -499,7 +378,7 @@ def filter_kernel(
         tl.store(listed + tl.cumsum(number, 0) - number, place, mask=number != 0)
         tl.debug_barrier()  # what other threads have listed is read next
         count, everything = _gather(
-            logits, changes, marks, mask, mark_stride, mask_stride, listed, few, best, heat, pivot, gathered,
+            given, listed, few, best, heat, pivot, gathered,
             gathered_masses, gathered_ids, vocabulary,
             CHANGED, CAP, BLOCK,
         )  # fmt: skip
@@ -533,177 +412,8 @@ def filter_kernel(
             tl.store(highs + row, tl.where(count <= CAP, pivot, value_of(key_of(best) + 1)))
             tl.store(targets + row, p * total)
         else:
-            least = _far_limit(
-                logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED, 2 * BLOCK
-            )
-            tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
-
-
-@triton.jit
-def _between(low, high, i):  # type: ignore[no-untyped-def]
-    """The i-th of PIVOTS numbers from `low` on, in equal distances; the last one is before `high`."""
-    return tl.where(i == 0, low, tl.where(i == PIVOTS, high, low + (high - low) * (i.to(tl.float32) / PIVOTS)))
-
-
-@triton.jit
-def _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The numbers between which a row's limit is after some rounds of `narrow`. The lower one is -inf if all tokens stay."""
-    low, high, target = tl.load(lows + row), tl.load(highs + row), tl.load(targets + row)
-    part, pivot = tl.arange(0, PARTS), tl.arange(0, PIVOTS)
-    for i in range(rounds):
-        place = ((i * tl.num_programs(0) + row) * parts + part[:, None]) * PIVOTS + pivot[None, :]
-        masses = tl.sum(tl.load(sums + place, mask=part[:, None] < parts, other=0.0), 0)
-        found = tl.max(tl.where(masses >= target, pivot, -1), 0)
-        below, above = _between(low, high, tl.maximum(found, 0)), _between(low, high, tl.maximum(found, 0) + 1)
-        low, high = tl.where(found < 0, float("-inf"), below), tl.where(found < 0, low, above)
-        rounds = tl.where(found < 0, 0, rounds)
-    return low, high
-
-
-@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
-def narrow_kernel(
-    logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
-    mask: tl.tensor,
-    temperature: tl.tensor,
-    bests: tl.tensor,
-    lows: tl.tensor,  # [rows] float32, from `filter_kernel`
-    highs: tl.tensor,
-    targets: tl.tensor,
-    sums: tl.tensor,  # [rounds, rows, parts, PIVOTS] float32, out: mass that is not below each of PIVOTS numbers
-    vocabulary: tl.tensor,
-    stride: tl.tensor,
-    mark_stride: tl.tensor,
-    mask_stride: tl.tensor,
-    parts: tl.tensor,
-    rounds: tl.tensor,  # before this one
-    CHANGED: tl.constexpr,
-    SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    OWN: tl.constexpr,
-    CUDA: tl.constexpr,
-) -> None:
-    """One round for OWN parts of one row, if its limit is to be found."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(targets + row) > 0.0:
-        low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
-        best, heat = tl.load(bests + row), tl.load(temperature + row)
-        pivot = tl.arange(0, PIVOTS)
-        pivots = _between(low, high, pivot)
-        logits += row * stride
-        marks += row * mark_stride
-        mask += row * mask_stride
-        sums += (rounds * tl.num_programs(0) + row) * parts * PIVOTS
-        for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
-            column = part * SIZE + tl.arange(0, SIZE)
-            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
-            masses = nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
-            above = tl.where(values[None, :] >= pivots[:, None], masses[None, :], 0.0)
-            tl.store(sums + part * PIVOTS + pivot, tl.sum(above, 1))
-
-
-@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
-def list_between_kernel(
-    logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
-    mask: tl.tensor,
-    temperature: tl.tensor,
-    bests: tl.tensor,
-    lows: tl.tensor,
-    highs: tl.tensor,
-    targets: tl.tensor,
-    sums: tl.tensor,  # [rounds, rows, parts, PIVOTS] float32, from `narrow_kernel`
-    found: tl.tensor,  # [rows, parts, SLOTS] float32, out: logits between the numbers that rounds have found
-    counts: tl.tensor,  # [rows, parts] int32, out: how many
-    higher: tl.tensor,  # [rows, parts] float32, out: mass of those above
-    vocabulary: tl.tensor,
-    stride: tl.tensor,
-    mark_stride: tl.tensor,
-    mask_stride: tl.tensor,
-    parts: tl.tensor,
-    rounds: tl.tensor,
-    CHANGED: tl.constexpr,
-    SIZE: tl.constexpr,
-    PARTS: tl.constexpr,
-    OWN: tl.constexpr,
-    CUDA: tl.constexpr,
-) -> None:
-    """Lists what is left of OWN parts of one row, if its limit is to be found."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.load(targets + row) > 0.0:
-        low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
-        best, heat = tl.load(bests + row), tl.load(temperature + row)
-        logits += row * stride
-        marks += row * mark_stride
-        mask += row * mask_stride
-        for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
-            column = part * SIZE + tl.arange(0, SIZE)
-            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
-            masses = nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
-            taken = (values >= low) & (values < high) & (values > float("-inf"))
-            number = taken.to(tl.int32)
-            to, place = tl.cumsum(number, 0) - number, row * parts + part
-            tl.store(found + place * SLOTS + to, values, mask=taken & (to < SLOTS))
-            tl.store(counts + place, tl.sum(number, 0))
-            tl.store(higher + place, tl.sum(tl.where(values >= high, masses, 0.0), 0))
-
-
-@triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
-def finish_kernel(
-    logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
-    mask: tl.tensor,
-    temperature: tl.tensor,
-    top_p: tl.tensor,
-    min_p: tl.tensor,
-    bests: tl.tensor,
-    lows: tl.tensor,
-    highs: tl.tensor,
-    targets: tl.tensor,
-    sums: tl.tensor,
-    found: tl.tensor,  # [rows, parts, SLOTS] float32, from `list_between_kernel`
-    counts: tl.tensor,  # [rows, parts] int32
-    higher: tl.tensor,  # [rows, parts] float32
-    limits: tl.tensor,  # [rows] float32, out
-    vocabulary: tl.tensor,
-    stride: tl.tensor,
-    mark_stride: tl.tensor,
-    mask_stride: tl.tensor,
-    parts: tl.tensor,
-    rounds: tl.tensor,
-    CHANGED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CUDA: tl.constexpr,
-) -> None:
-    """Finds a row's limit among what is listed, if it is to be found."""
-    row = tl.program_id(0).to(tl.int64)
-    target = tl.load(targets + row)
-    if target > 0.0:
-        best, heat, floor = tl.load(bests + row), tl.load(temperature + row), _floor(min_p, row)
-        low, _ = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
-        part = tl.arange(0, PARTS)
-        numbers = tl.load(counts + row * parts + part, mask=part < parts, other=0)
-        least = tl.full((), LOWEST, tl.int32)
-        if tl.max(numbers, 0) > SLOTS:
-            p, k = tl.load(top_p + row), tl.zeros((), tl.int64)
-            logits += row * stride
-            marks += row * mark_stride
-            mask += row * mask_stride
-            least = _far_limit(logits, changes, marks, mask, mark_stride, mask_stride, best, heat, k, p, vocabulary, CHANGED, BLOCK)
-        elif low > float("-inf"):
-            above = tl.sum(tl.load(higher + row * parts + part, mask=part < parts, other=0.0), 0)
-            slot = tl.arange(0, PARTS * SLOTS)
-            inside = slot // SLOTS < parts
-            full = slot % SLOTS < tl.load(counts + row * parts + slot // SLOTS, mask=inside, other=0)
-            scores = tl.div_rn(tl.load(found + row * parts * SLOTS + slot, mask=full, other=float("-inf")) - best, heat)
-            masses = tl.where(full, tl.exp(scores), 0.0)
-            least = key_of(tl.min(tl.where(full, scores, 0.0), 0))
-            least = tl.maximum(least, _threshold(key_of(scores), masses, target - above))
-        tl.store(limits + row, _lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
+            least = far_limit(given, best, heat, k, p, vocabulary, CHANGED, 2 * BLOCK)
+            tl.store(limits + row, lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
 
 
 @triton.jit(do_not_specialize=["parts", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
@@ -738,13 +448,11 @@ def draw_kernel(
     if tl.load(tokens + row) < 0:
         best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
         seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
-        logits += row * stride
-        marks += row * mark_stride
-        mask += row * mask_stride
+        given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
         for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
             quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
             column = part * SIZE + tl.arange(0, SIZE)
-            values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, column < vocabulary, CHANGED)
+            values = logits_at(given, column, column < vocabulary, CHANGED)
             noise = nearly_gumbel_of_quads(seed, choice, position, quads, CUDA)
             scores = (values - best) * tl.div_rn(1.0, heat)
             kept = values >= limit
@@ -761,11 +469,11 @@ def draw_kernel(
 
 @triton.jit
 def _exactly(  # type: ignore[no-untyped-def]
-    logits, changes, marks, mask, mark_stride, mask_stride, column, inside, best, heat, limit, seed, choice, position, CHANGED:
+    given, column, inside, best, heat, limit, seed, choice, position, CHANGED:
     tl.constexpr, CUDA: tl.constexpr
 ):  # fmt: skip
     """Scores of some tokens, and these with noise, -inf where `limit` excludes them; both to the last bit."""
-    values = _values(logits, changes, marks, mask, mark_stride, mask_stride, column, inside, CHANGED)
+    values = logits_at(given, column, inside, CHANGED)
     scores = tl.div_rn(values - best, heat)
     noisy = scores + gumbel_of_ids(seed, choice, position, column, CUDA)
     return scores, tl.where(inside & (values >= limit), noisy, float("-inf"))
@@ -808,10 +516,8 @@ def settle_kernel(
     token = tl.load(tokens + row)
     own = tl.load(peaks + place, mask=inside, other=float("-inf"))
     own += tl.log(tl.load(masses + place, mask=inside, other=1.0))
-    logits += row * stride
+    given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
     if token < 0:
-        marks += row * mark_stride
-        mask += row * mask_stride
         best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
         seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
         noisy = tl.load(noisiest + place, mask=inside, other=float("-inf"))
@@ -820,12 +526,7 @@ def settle_kernel(
         vague = near & (column < 0)
         column = tl.where(vague, 0, column)
         scores, noisy = _exactly(
-            logits,
-            changes,
-            marks,
-            mask,
-            mark_stride,
-            mask_stride,
+            given,
             column,
             near & ~vague,
             best,
@@ -847,7 +548,7 @@ def settle_kernel(
             for start in range(0, SPLIT, SCANNED):
                 scanned = first * SPLIT + start + tl.arange(0, SCANNED)
                 their_scores, theirs = _exactly(
-                    logits, changes, marks, mask, mark_stride, mask_stride, scanned, scanned < vocabulary, best,
+                    given, scanned, scanned < vocabulary, best,
                     heat, limit, seed, choice, position, CHANGED, CUDA,
                 )  # fmt: skip
                 most = tl.max(theirs, 0)
@@ -862,7 +563,7 @@ def settle_kernel(
     peak = tl.max(own, 0)
     normalizer = peak + tl.log(tl.sum(tl.exp(own - peak), 0))
     normalizer = tl.where(tl.abs(normalizer) < float("inf"), normalizer, float("nan"))
-    tl.store(logprobs + row, tl.load(logits + token) - normalizer)
+    tl.store(logprobs + row, tl.load(given.logits + token) - normalizer)
     tl.store(tokens + row, tl.where(normalizer == normalizer, token, -1))
 
 
@@ -879,10 +580,10 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     peaks, sums = torch.empty(2, rows, parts, device=device).unbind()
     maxima = torch.empty(rows, parts * (SPLIT // 32), device=device)
     changes = change(logits, penalties, mask) if penalties is not None else None
-    given = _Given(logits, changes, mask)
+    given = Given(logits, changes, mask)
     survey_kernel[(rows, parts)](
         logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
-        CUDA=on_nvidia(device), num_warps=SURVEY_WARPS, enable_fp_fusion=False,
+        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
@@ -894,22 +595,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     return Sampled(tokens, logprobs, finals)
 
 
-class _Given:
-    """Logits, what penalties have changed, and a grammar's mask, as kernels take them."""
-
-    def __init__(self, logits: Tensor, changes: Changes | None, mask: Tensor | None) -> None:
-        self.logits = logits
-        marks = changes.marks if changes is not None else mask if mask is not None else logits
-        self.tensors = logits, changes.logits if changes is not None else logits, marks, mask if mask is not None else marks
-        self.strides = (
-            logits.stride(0),
-            changes.marks.stride(0) if changes is not None else 0,
-            mask.stride(0) if mask is not None else 0,
-        )
-        self.constants = {"CHANGED": changes is not None or mask is not None}
-
-
-def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
+def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
     """Tokens and their log-probabilities; the largest logits and the lowest that stay; and, for rows whose token is -1, what
     `draw` has found in each part."""
     rows, vocabulary = given.logits.shape
@@ -931,85 +617,32 @@ def _choose(given: _Given, draws: Draws, maxima: Tensor, parts: int, weighed: bo
         gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides,
         maxima.shape[1], parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
         PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
-        CUDA=on_nvidia(device), num_warps=FILTER_WARPS, enable_fp_fusion=False,
-        **({"maxnreg": FILTER_REGISTERS} if FILTER_REGISTERS and on_nvidia(device) else {}),
+        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     if weighed:
-        _narrow(given, draws, bests, bracket, limits)
+        narrow(given, draws, bests, bracket, limits, SPLIT, 2 * AT_ONCE)
     noisiest, sums = torch.empty(2, rows, parts, device=device).unbind()
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
     draw_kernel[(rows, triton.cdiv(parts, DRAW_PARTS))](
         *given.tensors, draws.temperature, *keys, tokens, bests, limits, noisiest, ids, sums, vocabulary, *given.strides, parts,
-        **given.constants, SIZE=SPLIT, OWN=DRAW_PARTS, CUDA=on_nvidia(device), num_warps=DRAW_WARPS, enable_fp_fusion=False,
+        **given.constants, SIZE=SPLIT, OWN=DRAW_PARTS, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return tokens, finals, bests, limits, noisiest, ids, sums
-
-
-def _narrow(given: _Given, draws: Draws, bests: Tensor, bracket: Sequence[Tensor], limits: Tensor) -> None:
-    """Finds the `limits` of rows that `filter` has left to this, with what it knows in `bracket`."""
-    (rows, vocabulary), device = given.logits.shape, given.logits.device
-    parts = triton.cdiv(vocabulary, SPLIT)
-    sums = torch.empty(ROUNDS, rows, parts, PIVOTS.value, device=device)
-    found, higher = torch.empty(rows, parts, SLOTS.value, device=device), torch.empty(rows, parts, device=device)
-    counts = torch.empty(rows, parts, dtype=torch.int32, device=device)
-    known = (*given.tensors, draws.temperature, bests, *bracket, sums)
-    constants = {**given.constants, "PARTS": triton.next_power_of_2(parts), "CUDA": on_nvidia(device)}
-    grid = rows, triton.cdiv(parts, PARTS_AT_ONCE)
-    for i in range(ROUNDS):
-        narrow_kernel[grid](
-            *known, vocabulary, *given.strides, parts, i, **constants, SIZE=SPLIT, OWN=PARTS_AT_ONCE, num_warps=WARPS,
-            enable_fp_fusion=False,
-        )  # fmt: skip
-    list_between_kernel[grid](
-        *known, found, counts, higher, vocabulary, *given.strides, parts, ROUNDS, **constants, SIZE=SPLIT, OWN=PARTS_AT_ONCE,
-        num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-    finish_kernel[(rows,)](
-        *given.tensors, draws.temperature, draws.top_p, draws.min_p, bests, *bracket, sums, found, counts, higher, limits,
-        vocabulary, *given.strides, parts, ROUNDS, **constants, BLOCK=2 * AT_ONCE, num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-_TYPES = {
-    "logits": "*fp32", "changes": "*fp32", "marks": "*i32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32",
-    "vocabulary": "i32:16", "stride": "i32:16", "mark_stride": "i32", "mask_stride": "i32", "temperature": "*fp32",
-    "top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
-    "gathered": "*fp32", "gathered_masses": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32",
-    "limits": "*fp32", "finals": "*fp32", "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "ids": "*i32",
-    "lows": "*fp32", "highs": "*fp32", "targets": "*fp32",
-    "found": "*fp32", "counts": "*i32", "higher": "*fp32", "rounds": "i32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
-}  # fmt: skip
 
 
 def compilations() -> list[Compilation]:
     """With penalties and a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
     split, plain = {"CHANGED": True, "SIZE": SPLIT}, {"CHANGED": False, "SIZE": SPLIT}
     few = {"CHANGED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
-    narrowed = {**split, "PARTS": 32, "OWN": PARTS_AT_ONCE}
     cases = [
-        ("survey", survey_kernel, split, SURVEY_WARPS),
-        ("survey plain", survey_kernel, plain, SURVEY_WARPS),
+        ("survey", survey_kernel, split, WARPS),
+        ("survey plain", survey_kernel, plain, WARPS),
         ("weigh", weigh_kernel, split, WARPS),
-        ("filter", filter_kernel, few, FILTER_WARPS),
-        ("filter plain", filter_kernel, {**few, **plain}, FILTER_WARPS),
-        ("filter 262144", filter_kernel, {**few, "BUCKETS": 8192}, FILTER_WARPS),
-        ("narrow", narrow_kernel, narrowed, WARPS),
-        ("narrow plain", narrow_kernel, {**narrowed, **plain}, WARPS),
-        ("list between", list_between_kernel, narrowed, WARPS),
-        ("finish", finish_kernel, {**narrowed, "BLOCK": 2 * AT_ONCE}, WARPS),
-        ("draw", draw_kernel, {**split, "OWN": DRAW_PARTS}, DRAW_WARPS),
-        ("draw plain", draw_kernel, {**plain, "OWN": DRAW_PARTS}, DRAW_WARPS),
+        ("filter", filter_kernel, few, WARPS),
+        ("filter plain", filter_kernel, {**few, **plain}, WARPS),
+        ("filter 262144", filter_kernel, {**few, "BUCKETS": 8192}, WARPS),
+        ("draw", draw_kernel, {**split, "OWN": DRAW_PARTS}, WARPS),
+        ("draw plain", draw_kernel, {**plain, "OWN": DRAW_PARTS}, WARPS),
         ("settle", settle_kernel, {**split, "SIZE": 64, "SPLIT": SPLIT}, 1),
     ]
-    return [
-        Compilation(
-            kernel=kernel,
-            name=f"sampling {name}{f' {vendor}' if vendor else ''}",
-            types=_TYPES,
-            constants={name: value for name, value in (constants | {"CUDA": not vendor}).items() if name in kernel.arg_names},
-            warps=warps,
-            targets=targets,
-        )
-        for name, kernel, constants, warps in cases
-        for vendor, targets in VENDORS.items()
-    ]
+    return compilations_of(cases)

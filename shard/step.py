@@ -225,11 +225,11 @@ def plan(
     later = fronts and triton_on(layout.device)  # only the device knows which beam each heir continues
     tables = _tables(spans, picked if fronts and not later else None)
     rows = [
-        attention.Row(len(span.tokens), span.start, pages, span.parents, None, span.whole)
+        attention.Row(
+            len(span.tokens), span.start, pages, span.parents, span.front.settled if later and span.front else None, span.whole
+        )
         for span, pages in zip(spans, tables, strict=True)
     ]
-    for row, span in zip(rows, spans, strict=True) if later else ():
-        row.settled = span.front.settled if span.front else None
     held = _paged(into.attention) if into is not None else None
     order, attended = ragged.plan(rows, layout, room.attention if room else None, held)
     lists, starts = _listed(spans, order, layout.page_size, adapted)

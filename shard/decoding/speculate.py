@@ -31,12 +31,8 @@ class Speculate:
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Keeps the accepted tokens, and moves their keys and values to the slots where plain decoding would have written them."""
-        emitted, ended, moved, trials = (
-            list[Emitted](),
-            list[Sequence](),
-            list[tuple[Sequence, int, int]](),
-            list[tuple[int, int]](),
-        )
+        emitted, ended = list[Emitted](), list[Sequence]()
+        moved, trials = list[tuple[Sequence, int, int]](), list[tuple[int, int]]()
         first = drafted = kept = 0
         for sequence in group.sequences:
             tree, sequence.draft, sequence.tried = sequence.draft, Tree(), ()

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from penstock.kernels import dispatch, fused_noise, fused_penalties, fused_sampling, logarithm, noise
+from penstock.kernels import dispatch, fused_narrowing, fused_noise, fused_penalties, fused_sampling, logarithm, noise
 from penstock.kernels.dispatch import on_nvidia
 from penstock.kernels.fused_penalties import change
 from penstock.kernels.fused_sampling import Sampled, sample
@@ -195,7 +195,7 @@ def test_top_p_that_needs_more_mass_than_the_gathered_tokens_have(rng: random.Ra
 @pytest.mark.parametrize("tied", [False, True])
 def test_top_p_that_reaches_far_into_a_row(slots: int, tied: bool, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many parts, beside rows that are soon done; with equal logits, and where more are left in the end than are listed."""
-    monkeypatch.setattr(fused_sampling, "SLOTS", tl.constexpr(slots))
+    monkeypatch.setattr(fused_narrowing, "SLOTS", tl.constexpr(slots))
     fields = {
         "top_p": [0.9, 0.99, 0.6, 1.0, 0.9999999, 0.95],
         "min_p": [0.0, 1e-3, 0.0, 0.0, 0.0, 0.0],
