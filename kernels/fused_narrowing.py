@@ -183,7 +183,7 @@ def finish_kernel(
     target = tl.load(targets + row)
     if target > 0.0:
         best, heat, floor = tl.load(bests + row), tl.load(temperature + row), lowest_score(min_p, row)
-        low, _ = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
+        low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
         part = tl.arange(0, PARTS)
         numbers = tl.load(counts + row * parts + part, mask=part < parts, other=0)
         least = tl.full((), LOWEST, tl.int32)
@@ -200,6 +200,8 @@ def finish_kernel(
             masses = tl.where(full, tl.exp(scores), 0.0)
             least = key_of(tl.min(tl.where(full, scores, 0.0), 0))
             least = tl.maximum(least, threshold_of(key_of(scores), masses, target - above))
+            # By rounding those above may have all that is wanted, of which the tokens listed would all be left out, and more.
+            least = tl.minimum(least, key_of(tl.div_rn(high - best, heat)))
         tl.store(limits + row, lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
 
 

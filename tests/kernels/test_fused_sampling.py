@@ -222,6 +222,13 @@ def test_top_p_that_reaches_far_into_a_row(slots: int, tied: bool, rng: random.R
             assert final == pytest.approx(kept.log_softmax(-1)[token].item(), abs=2e-5)
 
 
+def test_top_p_that_is_reached_only_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens above those that are listed in the end have all that is wanted, by the last bit: one of 672 was left."""
+    seed = 1639721696
+    torch.manual_seed(seed)
+    test_top_p_that_reaches_far_into_a_row(128, True, random.Random(seed), monkeypatch)
+
+
 def kept_with_ties(logits: Tensor, parameters: Draws, row: int) -> Tensor:
     """Scores of a row, -inf for those that top-p and min-p leave out; all that tie at the edge of top-p stay."""
     scores = (logits - logits.max()) / parameters.temperature[row]
