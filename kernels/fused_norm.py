@@ -44,6 +44,7 @@ def norm_kernel(
     column = tl.arange(0, BLOCK)[None, :]
     outer, place = (row // inner).to(tl.int64), row % inner
     inside = (row < rows) & (column < SIZE)
+    factor = tl.load(weight + column, mask=column < SIZE, other=0.0)  # before the sum, which all wait for
     from_x = x + outer * x_outer + place * x_inner + column
     wide = tl.load(from_x, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -54,7 +55,6 @@ def norm_kernel(
         tl.store(sums, values, mask=inside)
         wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / SIZE + epsilon)[:, None]
-    factor = tl.load(weight + column, mask=column < SIZE, other=0.0)
     normal = (wide * scale).to(residual.dtype.element_ty).to(tl.float32) * factor.to(tl.float32)
     tl.store(out + outer * out_outer + place * out_inner + column, normal.to(out.dtype.element_ty), mask=inside)
 

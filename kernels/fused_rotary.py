@@ -105,6 +105,7 @@ def rotary_kernel(
     is_query, is_value = head < heads, head >= heads + kv_heads
     source = tl.where(is_value, head - kv_heads, head) if SHARED else head
     place = joint + token * joint_stride + source * SIZE + half
+    slot = tl.load(slots + token).to(tl.int64) if WRITES else -1  # in flight together with all else
     low = tl.load(place, mask=inside, other=0.0)
     high = tl.load(place + SIZE // 2, mask=inside, other=0.0)
     turned_low, turned_high = low, high
@@ -123,22 +124,20 @@ def rotary_kernel(
     low, high = tl.where(is_value, low, turned_low), tl.where(is_value, high, turned_high)
     tl.store(place, low, mask=inside & is_query)
     tl.store(place + SIZE // 2, high, mask=inside & is_query)
-    if WRITES:
-        slot = tl.load(slots + token).to(tl.int64)
-        if slot >= 0:
-            kept = cache + slot * cache_stride + (head - heads) * SIZE + half
-            written = inside & (head >= heads)
-            if MOST > 0:
-                wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
-                if SCALED:
-                    scale = tl.load(scales + head - heads, mask=(head >= heads) & (head < heads + 2 * kv_heads), other=1.0)
-                    wide_low = tl.div_rn(wide_low, scale + tl.zeros_like(wide_low))
-                    wide_high = tl.div_rn(wide_high, scale + tl.zeros_like(wide_high))
-                tl.store(kept, clamped_for_cache(wide_low, MOST).to(cache.dtype.element_ty), mask=written)
-                tl.store(kept + SIZE // 2, clamped_for_cache(wide_high, MOST).to(cache.dtype.element_ty), mask=written)
-            else:
-                tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
-                tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)
+    if slot >= 0:
+        kept = cache + slot * cache_stride + (head - heads) * SIZE + half
+        written = inside & (head >= heads)
+        if MOST > 0:
+            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+            if SCALED:
+                scale = tl.load(scales + head - heads, mask=(head >= heads) & (head < heads + 2 * kv_heads), other=1.0)
+                wide_low = tl.div_rn(wide_low, scale + tl.zeros_like(wide_low))
+                wide_high = tl.div_rn(wide_high, scale + tl.zeros_like(wide_high))
+            tl.store(kept, clamped_for_cache(wide_low, MOST).to(cache.dtype.element_ty), mask=written)
+            tl.store(kept + SIZE // 2, clamped_for_cache(wide_high, MOST).to(cache.dtype.element_ty), mask=written)
+        else:
+            tl.store(kept, low.to(cache.dtype.element_ty), mask=written)
+            tl.store(kept + SIZE // 2, high.to(cache.dtype.element_ty), mask=written)
 
 
 def rotate_and_write(

@@ -62,10 +62,8 @@ PIECE = 768
 # Rows up to which AMX sums in the same order. With more rows, and a few hundred inputs or more, the order depends on their number.
 ALIKE = 32
 # Rows up to which a product is bound by reading the weight, and goes through `fused_skinny_gemm`; 0 is none. The first is for
-# Hopper, the second for other devices, and for gated products. On an H200 (2026-11-26) its products of 32 rows take 1 to 4 us less
-# than torch's 14 to 34, but more where gates are fused; with more rows they were not measured. Nor was a whole step in its present
-# form, where norms add up split-K parts: `benchmarks/gpu.py --only model` does that. When products were not split, and tiles had as
-# many rows as the step, steps of an 8 B model with 4 and 16 rows took 4.79 and 5.30 ms, with torch's products 4.92 and 5.38.
+# Hopper, the second for other devices. On an H200 its products of 32 rows take 1 to 4 us less than torch's 14 to 34 (2026-11-26);
+# gate and up with SwiGLU 57.1 us, torch's and the activation after it 59.9 (2026-11-27). More rows were not measured.
 FEW, FEWER = 32, 16
 # Row counts that cover all kernels for few rows: one row has a kernel (GEMV) of its own, and others have tiles of 16 or 32.
 SAMPLES = (1, 2, 32)
@@ -105,12 +103,10 @@ class Weight:
         """The product with x [rows, in]: [rows, out]."""
         return self.streamed(x) if self.streams(x) else self.product(x)
 
-    def streams(self, x: Tensor, gated: bool = False) -> bool:
+    def streams(self, x: Tensor) -> bool:
         """Whether x has so few rows that its product goes through one fused kernel, with the norm before it and the gate or
         residual after it."""
-        if self._plain is None:
-            return False
-        return 0 < len(x) <= (FEW if self._hopper and not gated else min(FEW, FEWER))
+        return self._plain is not None and 0 < len(x) <= (FEW if self._hopper else min(FEW, FEWER))
 
     def streamed(
         self, x: Tensor, *, gains: Tensor | None = None, epsilon: float = 0.0, gated: bool = False, gelu: bool = False

@@ -45,17 +45,17 @@ class Stream:
 
     def through(self, gains: Tensor | None, weight: Weight, gates: bool = False) -> Tensor:
         """The product of the `normalized` stream with `weight`; gates: followed by the gated activation."""
-        few = weight.streams(self._sums, gates) and not self._adapted(weight)
+        few = weight.streams(self._sums) and not self._adapted(weight)
         if few and self._more is None and (gains is None or gains.dim() == 1):
             return weight.streamed(self._sums, gains=gains, epsilon=self._epsilon, gated=gates, gelu=self._gates.gelu)
         x = self.normalized(gains)
         if few and gates:
             return weight.streamed(x, gated=True, gelu=self._gates.gelu)
-        return self.apart(x, weight, gates, streams=not gates)
+        return self.apart(x, weight, gates)
 
-    def apart(self, x: Tensor, weight: Weight, gates: bool, streams: bool = True) -> Tensor:
-        """The same for x, which is normalized already; streams: as of `product`."""
-        found = self.product(x, weight, streams)
+    def apart(self, x: Tensor, weight: Weight, gates: bool) -> Tensor:
+        """The same for x, which is normalized already."""
+        found = self.product(x, weight)
         return gated(found, self._gates) if gates else found
 
     def add(self, x: Tensor, weight: Weight, gains: Tensor | None = None) -> None:
@@ -100,10 +100,9 @@ class Stream:
         self._sums = self.normalized(None).index_select(0, rows)
         self._chosen = self._chosen.select(rows) if self._chosen is not None else None
 
-    def product(self, x: Tensor, weight: Weight, streams: bool = True) -> Tensor:
-        """The product of x, a row for each token of the stream, with `weight`, and what LoRA adapters add; streams: few rows may
-        use the skinny GEMM."""
-        found = weight(x) if streams else weight.product(x)
+    def product(self, x: Tensor, weight: Weight) -> Tensor:
+        """The product of x, a row for each token of the stream, with `weight`, and what LoRA adapters add."""
+        found = weight(x)
         if self._chosen is not None and weight.lora is not None:
             weight.lora.add(x, found, self._chosen)
         return found
