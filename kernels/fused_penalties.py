@@ -9,13 +9,11 @@ A token that they name has a *mark*: bit i of word w of its row is token 32 w + 
 *slot* that the number of marks before its own tells, where readers find it instead of the old one. So whoever reads all logits
 reads a thirty-second more; counts and new logits fill few cache lines; and nothing is kept or cleared from step to step.
 
-One program does all of this for a row, beside those of `fused_sampling.survey_kernel` that read its logits: it sets marks with
-atomics, sums them up, counts occurrences by slot, and computes new logits. Where a token occurs several times, several threads
-write the same number. Of every 32 tokens with marks it also keeps the largest old logit and the largest new one, by which a reader
-knows whether the largest of all 32 has changed.
+One program does all of this for a row, before anything else reads the logits: it sets marks with atomics, sums them up, counts
+occurrences by slot, and computes new logits. Where a token occurs several times, several threads write the same number. For every
+32 tokens it also keeps the largest new logit, so that a reader needs the single ones only where it needs single tokens.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,12 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .compilation import Compilation
 from .sampling import LARGEST, Penalties
 
-ENTRIES = 512  # entries of `Penalties`, or words of marks, that a program works on at once
+ENTRIES = 2048  # entries of `Penalties` that a program works on at once
+WARPS = 8
 MOST = tl.constexpr(LARGEST)
-# Of `marks`: marks; and, of words that have any, the slot of the first, and keys of the largest new and old logits.
-PLANES = tl.constexpr(4)
+PLANES = tl.constexpr(3)  # of `marks`: marks, slots of each word's first mark, keys of the largest new logits
 NOTHING = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
@@ -57,7 +56,7 @@ def _ones(words):  # type: ignore[no-untyped-def]
 @triton.jit
 def slots(words, firsts, token):  # type: ignore[no-untyped-def]
     """Where new logits of tokens with a mark stand. words: of `marks`; firsts: the slots of their first marks."""
-    return firsts + _ones(words & ~(-1 << (token % 32)))
+    return firsts + _ones(words & ~(-1 << (token % 32).to(tl.int32)))
 
 
 @triton.jit
@@ -89,46 +88,54 @@ def _mark(marks, ids, start, end, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     """Sets the marks of some entries of a row."""
     for first in range(start, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
-        token = tl.load(ids + entry, mask=entry < end, other=0).to(tl.int32)
-        tl.atomic_or(marks + token // 32, 1 << (token % 32), mask=entry < end, sem="relaxed")
+        token = tl.load(ids + entry, mask=entry < end, other=0)
+        tl.atomic_or(marks + token // 32, (1 << (token % 32)).to(tl.int32), mask=entry < end, sem="relaxed")
 
 
 @triton.jit
-def _raise(largest, mask, mask_stride, token, value, inside):  # type: ignore[no-untyped-def]
-    """Raises the largest of each 32 tokens to logits of those that a grammar allows."""
+def _raise(marks, mask, words, mask_stride, token, value, inside):  # type: ignore[no-untyped-def]
+    """Raises the largest of each 32 tokens to new logits of those that a grammar allows."""
     allowed = tl.load(mask + token // 32, mask=inside & (token // 32 < mask_stride), other=-1)
-    inside = inside & (((allowed >> (token % 32)) & 1) != 0)
-    tl.atomic_max(largest + token // 32, key_of(value), mask=inside, sem="relaxed")
+    inside = inside & (((allowed >> (token % 32).to(tl.int32)) & 1) != 0)
+    tl.atomic_max(marks + 2 * words + token // 32, key_of(value), mask=inside, sem="relaxed")
 
 
-@triton.jit
-def penalize(  # type: ignore[no-untyped-def]
-    logits,  # [vocabulary] float32, of one row
-    mask,  # [mask_stride] int32: what a grammar allows; unused with a stride of 0
-    mask_stride,
-    marks,  # [PLANES, words] int32, out
-    words,
-    changes,  # [entries + biased] float32, out: new logits by slots
-    counts,  # [entries + biased] int32: room for counts
-    extras,  # [entries + biased] float32: room for biases; unused if there are none
-    rows,  # [entries], sorted
-    ids,
-    output,  # [entries] float32: 1 if that occurrence is counted
-    bias_rows,  # [biased], sorted
-    bias_ids,
-    bias_values,
-    repetition,  # [rows]
-    frequency,
-    presence,
-    entries,
-    biased,
-    row,
+@triton.jit(
+    do_not_specialize=["entries", "biased", "mask_stride"],
+    do_not_specialize_on_alignment=["extras", "rows", "ids", "output", "bias_rows", "bias_ids", "bias_values"],
+)
+def penalize_kernel(
+    logits: tl.tensor,  # [rows, vocabulary] float32
+    mask: tl.tensor,  # [rows, words] int32: what a grammar allows; unused with a stride of 0
+    marks: tl.tensor,  # [rows, PLANES, words] int32, out
+    changes: tl.tensor,  # [entries + biases] float32, out: new logits by slots
+    counts: tl.tensor,  # [entries + biases] int32: room for counts
+    extras: tl.tensor,  # [entries + biases] float32: room for biases; unused if there are none
+    rows: tl.tensor,  # [entries], sorted
+    ids: tl.tensor,
+    output: tl.tensor,  # [entries] float32: 1 if that occurrence is counted
+    bias_rows: tl.tensor,  # [biases], sorted
+    bias_ids: tl.tensor,
+    bias_values: tl.tensor,
+    repetition: tl.tensor,  # [rows]
+    frequency: tl.tensor,
+    presence: tl.tensor,
+    entries: tl.tensor,
+    biased: tl.tensor,  # how many biases
+    stride: tl.tensor,
+    words: tl.tensor,
+    mask_stride: tl.tensor,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """Marks, slots and new logits of one row."""
-    for first in range(0, words, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        tl.store(marks + place, 0, mask=place < words)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    mask += row * mask_stride
+    marks += row * PLANES * words
+    place = tl.arange(0, WORDS)
+    tl.store(marks + place, 0, mask=place < words)
+    tl.store(marks + 2 * words + place, NOTHING, mask=place < words)
     start, end = _range(rows, entries, row, BLOCK // 2)
     bias_start, bias_end = _range(bias_rows, biased, row, BLOCK // 2)
     base, top = start + bias_start, end + bias_end
@@ -142,40 +149,31 @@ def penalize(  # type: ignore[no-untyped-def]
         _mark(marks, ids, start, end, BLOCK)
         _mark(marks, bias_ids, bias_start, bias_end, BLOCK)
         tl.debug_barrier()
-        before = base
-        for first in range(0, words, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            number = _ones(tl.load(marks + place, mask=place < words, other=0))
-            tl.store(marks + words + place, before + tl.cumsum(number, 0) - number, mask=number > 0)
-            tl.store(marks + 2 * words + place, NOTHING, mask=number > 0)
-            tl.store(marks + 3 * words + place, NOTHING, mask=number > 0)
-            before += tl.sum(number, 0)
+        number = _ones(tl.load(marks + place, mask=place < words, other=0))
+        tl.store(marks + words + place, base + tl.cumsum(number, 0) - number, mask=place < words)
         tl.debug_barrier()
         factor, by_count, by_presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
         if (by_count != 0.0) | (by_presence != 0.0):
             for first in range(start, end, BLOCK):
                 entry = first + tl.arange(0, BLOCK)
                 counted = tl.load(output + entry, mask=entry < end, other=0.0).to(tl.int32)
-                token = tl.load(ids + entry, mask=entry < end, other=0).to(tl.int32)
+                token = tl.load(ids + entry, mask=entry < end, other=0)
                 slot = _slots(marks, words, token, entry < end)
                 tl.atomic_add(counts + slot, counted, mask=(entry < end) & (counted != 0), sem="relaxed")
         for first in range(bias_start, bias_end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
-            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0).to(tl.int32)
+            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0)
             bias = tl.load(bias_values + entry, mask=entry < bias_end, other=0.0)
             slot = _slots(marks, words, token, entry < bias_end)
-            value = tl.load(logits + token, mask=entry < bias_end, other=0.0)
-            _raise(marks + 3 * words, mask, mask_stride, token, value, entry < bias_end)
-            value += bias
+            value = tl.load(logits + token, mask=entry < bias_end, other=0.0) + bias
             tl.store(extras + slot, bias, mask=entry < bias_end)
             tl.store(changes + slot, tl.where(value == 0.0, 0.0, value), mask=entry < bias_end)
         tl.debug_barrier()
         for first in range(start, end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
             inside = entry < end
-            token = tl.load(ids + entry, mask=inside, other=0).to(tl.int32)
+            token = tl.load(ids + entry, mask=inside, other=0)
             value = tl.load(logits + token, mask=inside, other=0.0)
-            _raise(marks + 3 * words, mask, mask_stride, token, value, inside)
             slot = _slots(marks, words, token, inside)
             count = tl.load(counts + slot, mask=inside, other=0).to(tl.float32)
             value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
@@ -185,31 +183,44 @@ def penalize(  # type: ignore[no-untyped-def]
             value += tl.load(extras + slot, mask=inside & (slot < extra), other=0.0)
             value = tl.where(value == 0.0, 0.0, value)
             tl.store(changes + slot, value, mask=inside)
-            _raise(marks + 2 * words, mask, mask_stride, token, value, inside)
+            _raise(marks, mask, words, mask_stride, token, value, inside)
         tl.debug_barrier()
         for first in range(bias_start, bias_end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
-            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0).to(tl.int32)
+            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0)
             value = tl.load(changes + _slots(marks, words, token, entry < bias_end), mask=entry < bias_end, other=0.0)
-            _raise(marks + 2 * words, mask, mask_stride, token, value, entry < bias_end)
+            _raise(marks, mask, words, mask_stride, token, value, entry < bias_end)
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Logits that penalties and biases change, and what `penalize` needs to find them."""
+    """Logits that penalties and biases have changed."""
 
-    marks: Tensor  # [rows, PLANES, words] int32
+    marks: Tensor  # [rows, PLANES, words] int32: bits of tokens; the slot of each word's first token; key of its largest new logit
     logits: Tensor  # [entries + biases] float32: the new ones by slots
-    tensors: Sequence[Tensor]  # arguments of `penalize` from `counts` on
-    numbers: tuple[int, int]  # entries and biases
 
-    @classmethod
-    def of(cls, logits: Tensor, penalties: Penalties) -> "Changes":
-        """Room for those of logits [rows, vocabulary]."""
-        entries, biased = len(penalties.ids), len(penalties.bias_ids)
-        words = triton.cdiv(logits.shape[1], 512) * 16
-        marks = torch.empty(len(logits), PLANES.value, words, dtype=torch.int32, device=logits.device)
-        changes, extras = torch.empty(2, entries + biased, device=logits.device).unbind()
-        given = penalties.rows, penalties.ids, penalties.output, penalties.bias_rows, penalties.bias_ids, penalties.bias_values
-        factors = penalties.repetition, penalties.frequency, penalties.presence
-        return cls(marks, changes, (torch.empty_like(changes, dtype=torch.int32), extras, *given, *factors), (entries, biased))
+
+def change(logits: Tensor, penalties: Penalties, mask: Tensor | None) -> Changes:
+    """Logits [rows, vocabulary] float32 that penalties and biases change. mask: as for `sampling.allow`; the largest new logits
+    are those of allowed tokens."""
+    entries, biased = len(penalties.ids), len(penalties.bias_ids)
+    words = triton.cdiv(logits.shape[1], 512) * 16
+    marks = torch.empty(len(logits), PLANES.value, words, dtype=torch.int32, device=logits.device)
+    changes, extras = torch.empty(2, entries + biased, device=logits.device).unbind()
+    penalize_kernel[(len(logits),)](
+        logits, mask if mask is not None else marks, marks, changes, torch.empty_like(changes, dtype=torch.int32), extras,
+        penalties.rows, penalties.ids, penalties.output, penalties.bias_rows, penalties.bias_ids, penalties.bias_values,
+        penalties.repetition, penalties.frequency, penalties.presence, entries, biased, logits.stride(0), words,
+        mask.stride(0) if mask is not None else 0, WORDS=triton.next_power_of_2(words), BLOCK=ENTRIES, num_warps=WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return Changes(marks, changes)
+
+
+def compilations() -> list[Compilation]:
+    """For the vocabulary of Llama 3."""
+    types = dict.fromkeys(("logits", "changes", "extras", "output", "bias_values", "repetition", "frequency", "presence"), "*fp32")
+    types |= dict.fromkeys(("rows", "ids", "bias_rows", "bias_ids"), "*i64") | dict.fromkeys(("mask", "marks", "counts"), "*i32")
+    types |= dict.fromkeys(("stride", "words"), "i32:16") | dict.fromkeys(("mask_stride", "entries", "biased"), "i32")
+    constants: dict[str, object] = {"WORDS": 4096, "BLOCK": ENTRIES}
+    return [Compilation(kernel=penalize_kernel, name="sampling penalize", types=types, constants=constants, warps=WARPS)]

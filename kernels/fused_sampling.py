@@ -14,8 +14,7 @@ order of a sort). The noise is made by `logarithm.gumbel`. Typical-p and the top
 
 Passes over all logits, for rows with usual filters:
 
-1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits (a *bucket*). Beside it penalties are worked
-   out (`fused_penalties`), whose new logits stand beside the others; `filter` corrects the buckets that have any.
+1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits (a *bucket*).
 2. `weigh`, for rows with top-p and no top-k: the mass of all tokens.
 
 Then `filter`: the m-th largest of the buckets' maxima is exceeded by at least m logits, and hardly by many more. Those are
@@ -27,6 +26,8 @@ A row whose top-p keeps more is narrowed down by all programs together (`fused_n
 threshold by bisection over the bits of a float, each step a pass over the row (`row_logits`). Such rows are drawn in one more pass
 over all tokens, as rows without filters are (`draw`). Exact noise takes 150 instructions, so there all tokens get noise that is off
 by a known bound, and only those that may be the largest are compared exactly (`settle`).
+
+Logits that penalties change stand beside the others (`fused_penalties`), which are worked out before the survey.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from .compilation import Compilation
 from .dispatch import on_nvidia
 from .fused_narrowing import narrow
 from .fused_noise import NEARLY, gumbel_of_ids, nearly_exp, nearly_gumbel_of_quads
-from .fused_penalties import ENTRIES, NOTHING, PLANES, Changes, key_of, penalize, value_of
+from .fused_penalties import NOTHING, PLANES, change, key_of, value_of
 from .row_logits import (
     LOWEST,
     PER_ROW,
@@ -77,114 +78,45 @@ class Sampled:
     final: Tensor  # float32, under the filtered distribution that was drawn from; greedy: 0
 
 
-@triton.jit
-def _survey_part(  # type: ignore[no-untyped-def]
-    logits, mask, maxima, peaks, sums, part, vocabulary, mask_stride, MASKED: tl.constexpr, SIZE: tl.constexpr, CUDA: tl.constexpr
-):
-    """Surveys SIZE logits of the row that all pointers are of."""
-    places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
-    column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
-    values = tl.load(logits + column, mask=column < vocabulary, other=float("-inf"))
-    if MASKED:
-        allowed = tl.load(mask + places, mask=(places * 32 < vocabulary) & (places < mask_stride), other=-1)
-        bits = allowed[:, None] & (1 << tl.arange(0, 32))[None, :]
-        largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
-        peak = tl.max(values)
-    else:
-        largest = tl.max(values, 1)
-        peak = tl.max(largest, 0)
-    # Where all are -inf the difference would be NaN.
-    mass = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
-    tl.store(peaks + part, peak)
-    tl.store(sums + part, mass)
-    tl.store(maxima + places, largest)
-
-
-@triton.jit(
-    do_not_specialize=["entries", "biased", *STRIDES],
-    do_not_specialize_on_alignment=[
-        "peaks", "sums", "extras", "entry_rows", "entry_ids", "output", "bias_rows", "bias_ids", "bias_values",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
+    marks: tl.tensor,  # [rows, PLANES, words] int32; unused with a stride of 0
     mask: tl.tensor,  # [rows, words] int32; unused with a stride of 0
-    maxima: tl.tensor,  # [rows, buckets]
-    peaks: tl.tensor,  # [rows, parts]
-    sums: tl.tensor,  # [rows, parts]
-    marks: tl.tensor,  # [rows, PLANES, words] int32, out; this and what follows is as in `penalize`, and unused without PENALIZED
-    changes: tl.tensor,
-    counts: tl.tensor,
-    extras: tl.tensor,
-    entry_rows: tl.tensor,
-    entry_ids: tl.tensor,
-    output: tl.tensor,
-    bias_rows: tl.tensor,
-    bias_ids: tl.tensor,
-    bias_values: tl.tensor,
-    repetition: tl.tensor,
-    frequency: tl.tensor,
-    presence: tl.tensor,
-    entries: tl.tensor,
-    biased: tl.tensor,
+    maxima: tl.tensor,  # [rows, 32 programs' maxima]
+    peaks: tl.tensor,  # [rows, programs]
+    sums: tl.tensor,  # [rows, programs]
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    PENALIZED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """Surveys SIZE logits of one row: their maximum and sum of exponentials, and the bucket maxima of those that a grammar allows.
-    With PENALIZED a row's first program, which takes longest, works out what penalties change."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1) - PENALIZED
-    parts = tl.num_programs(1) - PENALIZED
-    logits += row * stride
-    mask += row * mask_stride
-    peaks += row * parts
-    sums += row * parts
-    maxima += row * parts * (SIZE // 32)
-    if PENALIZED:
-        if part < 0:
-            penalize(
-                logits, mask, mask_stride, marks + row * mark_stride, mark_stride // PLANES, changes, counts, extras, entry_rows,
-                entry_ids, output, bias_rows, bias_ids, bias_values, repetition, frequency, presence, entries, biased, row,
-                BLOCK,
-            )  # fmt: skip
-        else:
-            _survey_part(logits, mask, maxima, peaks, sums, part, vocabulary, mask_stride, MASKED, SIZE, CUDA)
+    """Surveys SIZE logits of one row: their maximum and sum of exponentials; and the bucket maxima of allowed ones, new ones in
+    place of those with a mark."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
+    column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
+    values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
+    if CHANGED:
+        allowed = tl.load(mask + row * mask_stride + places, mask=(places * 32 < vocabulary) & (places < mask_stride), other=-1)
+        some = (places * 32 < vocabulary) & (places < mark_stride)
+        marks += row * mark_stride + places
+        taken = allowed & ~tl.load(marks, mask=some, other=0)
+        changed = tl.load(marks + 2 * (mark_stride // PLANES), mask=some, other=NOTHING)
+        peak = tl.max(values)
+        bits = taken[:, None] & (1 << tl.arange(0, 32))[None, :]
+        largest = tl.maximum(tl.max(tl.where(bits != 0, values, float("-inf")), 1), value_of(changed))
     else:
-        _survey_part(logits, mask, maxima, peaks, sums, part, vocabulary, mask_stride, MASKED, SIZE, CUDA)
-
-
-@triton.jit
-def _corrected(  # type: ignore[no-untyped-def]
-    given, maxima, largest, listed, buckets, vocabulary, BUCKETS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The bucket maxima `largest`, with new logits in place of those that penalties change. Buckets whose largest logit may have
-    fallen are looked through again."""
-    place, words = tl.arange(0, BUCKETS), given.mark_stride // PLANES
-    marked = tl.load(given.marks + place, mask=place < tl.minimum(words, buckets), other=0) != 0
-    new = value_of(tl.load(given.marks + 2 * words + place, mask=marked, other=NOTHING))
-    old = value_of(tl.load(given.marks + 3 * words + place, mask=marked, other=NOTHING))
-    fallen = marked & (old >= largest) & (new < largest)
-    largest = tl.maximum(largest, new)
-    number = fallen.to(tl.int32)
-    many = tl.sum(number, 0)
-    if many > 0:
-        tl.store(listed + tl.cumsum(number, 0) - number, place, mask=fallen)
-        tl.debug_barrier()  # what other threads have listed is read next
-        for start in range(0, many, BLOCK // 32):
-            which = start + tl.arange(0, BLOCK // 32)
-            bucket = tl.load(listed + which, mask=which < many, other=0)
-            column = bucket[:, None] * 32 + tl.arange(0, 32)[None, :]
-            values = logits_at(given, column, (which < many)[:, None] & (column < vocabulary), True)
-            tl.store(maxima + bucket, tl.max(values, 1), mask=which < many)
-        tl.debug_barrier()  # and what they have found
-        largest = tl.where(fallen, tl.load(maxima + place, mask=fallen, other=float("-inf")), largest)
-    return largest
+        largest = tl.max(values, 1)
+        peak = tl.max(largest, 0)
+    # Where all are -inf the difference would be NaN.
+    sum_of_part = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
+    tl.store(peaks + row * tl.num_programs(1) + part, peak)
+    tl.store(sums + row * tl.num_programs(1) + part, sum_of_part)
+    tl.store(maxima + row * tl.num_programs(1) * (SIZE // 32) + places, largest)
 
 
 @triton.jit
@@ -206,11 +138,12 @@ def weigh_kernel(
     changes: tl.tensor,  # new logits of those that have a mark, by slots
     marks: tl.tensor,
     mask: tl.tensor,
+    maxima: tl.tensor,  # [rows, buckets]
     temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
-    peaks: tl.tensor,  # [rows, parts], out: the largest allowed logit of a part
-    sums: tl.tensor,  # [rows, parts], out: mass of a part, its largest having 1
+    peaks: tl.tensor,  # [rows, programs], out: the largest allowed logit of a part
+    sums: tl.tensor,  # [rows, programs], out: mass of a part, its largest having 1
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mark_stride: tl.tensor,
@@ -224,10 +157,10 @@ def weigh_kernel(
     heat = tl.load(temperature + row)
     if (heat > 0.0) & (tl.load(top_k + row) == 0) & (tl.load(top_p + row) < 1.0):
         place = row * tl.num_programs(1) + part
+        peak = tl.max(tl.load(maxima + place * (SIZE // 32) + tl.arange(0, SIZE // 32)), 0)
         column = part * SIZE + tl.arange(0, SIZE)
         given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
         values = logits_at(given, column, column < vocabulary, CHANGED)
-        peak = tl.max(values, 0)
         # Where all are -inf the difference would be NaN.
         masses = nearly_exp((values - tl.where(peak == float("-inf"), 0.0, peak)) * tl.div_rn(1.0, heat), CUDA)
         tl.store(peaks + place, peak)
@@ -381,7 +314,7 @@ def filter_kernel(
     changes: tl.tensor,
     marks: tl.tensor,
     mask: tl.tensor,
-    maxima: tl.tensor,  # [rows, buckets], from `survey_kernel`
+    maxima: tl.tensor,  # [rows, buckets]
     temperature: tl.tensor,  # [rows]; 0: greedy
     top_k: tl.tensor,
     top_p: tl.tensor,
@@ -421,11 +354,7 @@ def filter_kernel(
     row = tl.program_id(0).to(tl.int64)
     given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
     place = tl.arange(0, BUCKETS)
-    maxima += row * buckets
-    listed += row * buckets
-    largest = tl.load(maxima + place, mask=place < buckets, other=float("-inf"))
-    if CHANGED:
-        largest = _corrected(given, maxima, largest, listed, buckets, vocabulary, BUCKETS, BLOCK)
+    largest = tl.load(maxima + row * buckets + place, mask=place < buckets, other=float("-inf"))
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     floor = lowest_score(min_p, row)
     best = tl.max(largest, 0)
@@ -444,6 +373,7 @@ def filter_kernel(
         gathered += row * CAP
         gathered_masses += row * CAP
         gathered_ids += row * CAP
+        listed += row * buckets
         number = (filled & (largest >= pivot)).to(tl.int32)
         tl.store(listed + tl.cumsum(number, 0) - number, place, mask=number != 0)
         tl.debug_barrier()  # what other threads have listed is read next
@@ -644,9 +574,17 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     ignored; penalties: of as many rows, biases of distinct tokens; mask: [rows, words] int32, bit i of word w allows token
     32 w + i; weighed: without it, rows that have top-p and no top-k are slow.
     """
-    (rows, vocabulary), device = logits.shape, logits.device
-    given, maxima, peaks, sums = survey(logits, penalties, mask)
-    parts = peaks.shape[1]
+    rows, vocabulary = logits.shape
+    parts = triton.cdiv(vocabulary, SPLIT)
+    device = logits.device
+    peaks, sums = torch.empty(2, rows, parts, device=device).unbind()
+    maxima = torch.empty(rows, parts * (SPLIT // 32), device=device)
+    changes = change(logits, penalties, mask) if penalties is not None else None
+    given = Given(logits, changes, mask)
+    survey_kernel[(rows, parts)](
+        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
+        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
     settle_kernel[(rows,)](
@@ -657,24 +595,6 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     return Sampled(tokens, logprobs, finals)
 
 
-def survey(logits: Tensor, penalties: Penalties | None, mask: Tensor | None) -> tuple[Given, Tensor, Tensor, Tensor]:
-    """The logits with what penalties change; the largest of each 32 that the mask allows, before they change; and the largest of
-    each part, and the sum of its exponentials, the largest having 1: [rows, parts]. Arguments as for `sample`."""
-    (rows, vocabulary), device = logits.shape, logits.device
-    given = Given(logits, Changes.of(logits, penalties) if penalties is not None else None, mask)
-    parts, penalized = triton.cdiv(vocabulary, SPLIT), given.changes is not None
-    peaks, sums = torch.empty(2, rows, parts, device=device).unbind()
-    maxima = torch.empty(rows, parts * (SPLIT // 32), device=device)
-    _, changes, marks, masks = given.tensors
-    penalizing, numbers = (given.changes.tensors, given.changes.numbers) if given.changes is not None else ((logits,) * 11, (0, 0))
-    survey_kernel[(rows, parts + penalized)](
-        logits, masks, maxima, peaks, sums, marks, changes, *penalizing, *numbers, vocabulary, *given.strides, PENALIZED=penalized,
-        MASKED=mask is not None, SIZE=SPLIT, BLOCK=ENTRIES,
-        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-    return given, maxima, peaks, sums
-
-
 def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
     """Tokens and their log-probabilities; the largest logits and the lowest that stay; and, for rows whose token is -1, what
     `draw` has found in each part."""
@@ -683,7 +603,7 @@ def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: boo
     peaks, masses = torch.empty(2, rows, parts, device=device).unbind()
     if weighed:
         weigh_kernel[(rows, parts)](
-            *given.tensors, draws.temperature, draws.top_k, draws.top_p, peaks, masses, vocabulary, *given.strides,
+            *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, peaks, masses, vocabulary, *given.strides,
             **given.constants, SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     listed = torch.empty(rows, maxima.shape[1], dtype=torch.int32, device=device)
@@ -713,12 +633,10 @@ def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: boo
 def compilations() -> list[Compilation]:
     """With penalties and a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
     split, plain = {"CHANGED": True, "SIZE": SPLIT}, {"CHANGED": False, "SIZE": SPLIT}
-    surveyed = {"PENALIZED": True, "MASKED": True, "SIZE": SPLIT, "BLOCK": ENTRIES}
     few = {"CHANGED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
     cases = [
-        ("survey", survey_kernel, surveyed, WARPS),
-        ("survey unmasked", survey_kernel, {**surveyed, "MASKED": False}, WARPS),
-        ("survey plain", survey_kernel, {**surveyed, "PENALIZED": False, "MASKED": False}, WARPS),
+        ("survey", survey_kernel, split, WARPS),
+        ("survey plain", survey_kernel, plain, WARPS),
         ("weigh", weigh_kernel, split, WARPS),
         ("filter", filter_kernel, few, WARPS),
         ("filter plain", filter_kernel, {**few, **plain}, WARPS),

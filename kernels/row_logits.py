@@ -29,8 +29,6 @@ TYPES = {  # of arguments of all kernels on logits
     "gathered": "*fp32", "gathered_masses": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32",
     "limits": "*fp32", "finals": "*fp32", "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "ids": "*i32",
     "lows": "*fp32", "highs": "*fp32", "targets": "*fp32",
-    "extras": "*fp32", "entry_rows": "*i64", "entry_ids": "*i64", "output": "*fp32", "bias_rows": "*i64", "bias_ids": "*i64",
-    "bias_values": "*fp32", "repetition": "*fp32", "frequency": "*fp32", "presence": "*fp32", "entries": "i32", "biased": "i32",
     "found": "*fp32", "counts": "*i32", "higher": "*fp32", "rounds": "i32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
 }  # fmt: skip
 
@@ -39,7 +37,7 @@ class Given:
     """Logits, what penalties have changed, and a grammar's mask, as kernels take them."""
 
     def __init__(self, logits: Tensor, changes: Changes | None, mask: Tensor | None) -> None:
-        self.logits, self.changes = logits, changes
+        self.logits = logits
         marks = changes.marks if changes is not None else mask if mask is not None else logits
         self.tensors = logits, changes.logits if changes is not None else logits, marks, mask if mask is not None else marks
         self.strides = (

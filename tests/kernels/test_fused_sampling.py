@@ -14,9 +14,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from penstock.kernels import dispatch, fused_narrowing, fused_noise, fused_sampling, logarithm, noise
+from penstock.kernels import dispatch, fused_narrowing, fused_noise, fused_penalties, fused_sampling, logarithm, noise
 from penstock.kernels.dispatch import on_nvidia
-from penstock.kernels.fused_sampling import Sampled, sample, survey
+from penstock.kernels.fused_penalties import change
+from penstock.kernels.fused_sampling import Sampled, sample
 from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
 from penstock.shard.decoding.sampler import Row, pick
 from penstock.shard.sequence import Sampling
@@ -332,36 +333,35 @@ def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penaltie
 
 
 def penalized(logits: Tensor, penalties: Penalties, mask: Tensor | None = None) -> Tensor:
-    """Logits with those that Triton's penalties change. Checks that these have marks and slots of their own, and what the
-    largest of them were and are, of those that are allowed."""
+    """Logits with those that Triton's penalties change. Checks that these have marks and slots of their own, and what their largest
+    ones are, of those that are allowed."""
     vocabulary = logits.shape[1]
-    changes, ids = survey(logits, penalties, mask)[0].changes, torch.arange(vocabulary, device=DEVICE)
-    assert changes is not None
+    changes, ids = change(logits, penalties, mask), torch.arange(vocabulary, device=DEVICE)
     assert changes.marks.shape[2] * 32 >= vocabulary
     bits = torch.arange(32, dtype=torch.int32, device=DEVICE)
-    words, firsts, largest, largest_before = (plane.unsqueeze(2) for plane in changes.marks.unbind(1))
+    words, firsts, largest = (plane.unsqueeze(2) for plane in changes.marks.unbind(1))
     marked = (words >> bits) & 1
     named = torch.zeros(marked.shape, dtype=torch.int64, device=DEVICE).flatten(1)
     named[penalties.rows, penalties.ids] = named[penalties.bias_rows, penalties.bias_ids] = 1
     assert marked.flatten(1).equal(named.int())
+    own = named.sum(1) > 0
     slots = (firsts + marked.cumsum(2) - marked).flatten(1)
     assert len(slots[named != 0].unique()) == named.sum()
-    changed = changes.logits[slots.clamp(0, len(changes.logits) - 1)][:, :vocabulary]
-    of_allowed = named[:, :vocabulary] != 0
+    changed = changes.logits[slots.clamp(0, len(changes.logits) - 1)].masked_fill(named == 0, -torch.inf)
+    allowed = changed
     if mask is not None:
-        of_allowed &= (mask[:, ids // 32] >> (ids % 32).int()) & 1 != 0
-    for found, values in ((largest, changed), (largest_before, logits)):
-        values = values.masked_fill(~of_allowed, -torch.inf)
-        values = torch.nn.functional.pad(values, (0, 32 * words.shape[1] - vocabulary), value=-torch.inf)
-        keys = (values.unflatten(1, (-1, 32)).amax(-1) + 0.0).view(torch.int32)  # both zeros have one key
-        assert found[words != 0].equal((keys ^ ((keys >> 31) & 0x7FFFFFFF)).unsqueeze(2)[words != 0])
+        allowed = changed[:, :vocabulary].masked_fill((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0, -torch.inf)
+        allowed = torch.nn.functional.pad(allowed, (0, changed.shape[1] - vocabulary), value=-torch.inf)
+    keys = allowed.unflatten(1, (-1, 32)).amax(-1).view(torch.int32)
+    assert largest.squeeze(2)[own].equal((keys ^ ((keys >> 31) & 0x7FFFFFFF))[own])
+    assert bool((largest[~own] == fused_penalties.NOTHING.value).all())
     return torch.where(named[:, :vocabulary] != 0, changed[:, :vocabulary], logits)
 
 
 @pytest.mark.parametrize("at_once", [8, 2048])
 def test_penalties_match_the_reference(at_once: int, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of rows with more entries than are worked on at once, and after another step has left its numbers in memory."""
-    monkeypatch.setattr(fused_sampling, "ENTRIES", at_once)
+    monkeypatch.setattr(fused_penalties, "ENTRIES", at_once)
     for vocabulary in (50, 600):
         logits = torch.randn(4, vocabulary, device=DEVICE)
         before, penalties = logits.clone(), random_penalties(4, vocabulary, rng)
