@@ -109,7 +109,7 @@ def vector_kernel(
         result *= scale
         other *= scale
     result = product_epilogue(result, other, bias, output, wanted, OUTPUTS, GATED, GELU, BIASED)
-    tl.store(out + output, (result + before).to(out.dtype.element_ty), mask=wanted)
+    tl.store(out + output, (result + before).to(x.dtype.element_ty).to(out.dtype.element_ty), mask=wanted)
 
 
 def product(

@@ -10,9 +10,7 @@ A token that they name has a *mark*: bit i of word w of its row is token 32 w + 
 reads a thirty-second more; counts and new logits fill few cache lines; and nothing is kept or cleared from step to step.
 
 One program does all of this for a row, before anything else reads the logits: it sets marks with atomics, sums them up, counts
-occurrences by slot, and computes new logits. Where a token occurs several times, several threads write the same number. For every
-32 tokens it also keeps the largest new logit, so that a reader needs the single ones only where it needs single tokens.
-"""
+occurrences by slot, and computes new logits. Where a token occurs several times, several threads write XX"""
 
 from dataclasses import dataclass
 
@@ -21,13 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import Compilation
+from .compilation import EARLY_TARGETS, Compilation
+from .dependent_launch import begin_early, wait
 from .sampling import LARGEST, Penalties
 
-ENTRIES = 2048  # entries of `Penalties` that a program works on at once
-WARPS = 8
+# Entries of `Penalties`, or words of marks, that a program works on at once: so few that registers leave room for two programs on a
+# processor.
+ENTRIES, WARPS = 1024, 16
 MOST = tl.constexpr(LARGEST)
-PLANES = tl.constexpr(3)  # of `marks`: marks, slots of each word's first mark, keys of the largest new logits
+# Of `marks`: marks, the slot of each word's first, keys of its largest new logit that a grammar allows, and of its largest old one.
+PLANES = tl.constexpr(4)
 NOTHING = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
@@ -56,7 +57,7 @@ def _ones(words):  # type: ignore[no-untyped-def]
 @triton.jit
 def slots(words, firsts, token):  # type: ignore[no-untyped-def]
     """Where new logits of tokens with a mark stand. words: of `marks`; firsts: the slots of their first marks."""
-    return firsts + _ones(words & ~(-1 << (token % 32).to(tl.int32)))
+    return firsts + _ones(words & ~(-1 << (token % 32)))
 
 
 @triton.jit
@@ -88,15 +89,15 @@ def _mark(marks, ids, start, end, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     """Sets the marks of some entries of a row."""
     for first in range(start, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
-        token = tl.load(ids + entry, mask=entry < end, other=0)
-        tl.atomic_or(marks + token // 32, (1 << (token % 32)).to(tl.int32), mask=entry < end, sem="relaxed")
+        token = tl.load(ids + entry, mask=entry < end, other=0).to(tl.int32)
+        tl.atomic_or(marks + token // 32, 1 << (token % 32), mask=entry < end, sem="relaxed")
 
 
 @triton.jit
 def _raise(marks, mask, words, mask_stride, token, value, inside):  # type: ignore[no-untyped-def]
     """Raises the largest of each 32 tokens to new logits of those that a grammar allows."""
     allowed = tl.load(mask + token // 32, mask=inside & (token // 32 < mask_stride), other=-1)
-    inside = inside & (((allowed >> (token % 32).to(tl.int32)) & 1) != 0)
+    inside = inside & (((allowed >> (token % 32)) & 1) != 0)
     tl.atomic_max(marks + 2 * words + token // 32, key_of(value), mask=inside, sem="relaxed")
 
 
@@ -125,17 +126,20 @@ def penalize_kernel(
     stride: tl.tensor,
     words: tl.tensor,
     mask_stride: tl.tensor,
-    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Marks, slots and new logits of one row."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     mask += row * mask_stride
     marks += row * PLANES * words
-    place = tl.arange(0, WORDS)
-    tl.store(marks + place, 0, mask=place < words)
-    tl.store(marks + 2 * words + place, NOTHING, mask=place < words)
+    for first in range(0, words, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        tl.store(marks + place, 0, mask=place < words)
+        tl.store(marks + 2 * words + place, NOTHING, mask=place < words)
+        tl.store(marks + 3 * words + place, NOTHING, mask=place < words)
     start, end = _range(rows, entries, row, BLOCK // 2)
     bias_start, bias_end = _range(bias_rows, biased, row, BLOCK // 2)
     base, top = start + bias_start, end + bias_end
@@ -149,31 +153,38 @@ def penalize_kernel(
         _mark(marks, ids, start, end, BLOCK)
         _mark(marks, bias_ids, bias_start, bias_end, BLOCK)
         tl.debug_barrier()
-        number = _ones(tl.load(marks + place, mask=place < words, other=0))
-        tl.store(marks + words + place, base + tl.cumsum(number, 0) - number, mask=place < words)
+        before = base
+        for first in range(0, words, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            number = _ones(tl.load(marks + place, mask=place < words, other=0))
+            tl.store(marks + words + place, before + tl.cumsum(number, 0) - number, mask=place < words)
+            before += tl.sum(number, 0)
         tl.debug_barrier()
         factor, by_count, by_presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
         if (by_count != 0.0) | (by_presence != 0.0):
             for first in range(start, end, BLOCK):
                 entry = first + tl.arange(0, BLOCK)
                 counted = tl.load(output + entry, mask=entry < end, other=0.0).to(tl.int32)
-                token = tl.load(ids + entry, mask=entry < end, other=0)
+                token = tl.load(ids + entry, mask=entry < end, other=0).to(tl.int32)
                 slot = _slots(marks, words, token, entry < end)
                 tl.atomic_add(counts + slot, counted, mask=(entry < end) & (counted != 0), sem="relaxed")
         for first in range(bias_start, bias_end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
-            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0)
+            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0).to(tl.int32)
             bias = tl.load(bias_values + entry, mask=entry < bias_end, other=0.0)
             slot = _slots(marks, words, token, entry < bias_end)
-            value = tl.load(logits + token, mask=entry < bias_end, other=0.0) + bias
+            value = tl.load(logits + token, mask=entry < bias_end, other=0.0)
+            tl.atomic_max(marks + 3 * words + token // 32, key_of(value), mask=entry < bias_end, sem="relaxed")
+            value += bias
             tl.store(extras + slot, bias, mask=entry < bias_end)
             tl.store(changes + slot, tl.where(value == 0.0, 0.0, value), mask=entry < bias_end)
         tl.debug_barrier()
         for first in range(start, end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
             inside = entry < end
-            token = tl.load(ids + entry, mask=inside, other=0)
+            token = tl.load(ids + entry, mask=inside, other=0).to(tl.int32)
             value = tl.load(logits + token, mask=inside, other=0.0)
+            tl.atomic_max(marks + 3 * words + token // 32, key_of(value), mask=inside, sem="relaxed")
             slot = _slots(marks, words, token, inside)
             count = tl.load(counts + slot, mask=inside, other=0).to(tl.float32)
             value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
@@ -187,7 +198,7 @@ def penalize_kernel(
         tl.debug_barrier()
         for first in range(bias_start, bias_end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
-            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0)
+            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0).to(tl.int32)
             value = tl.load(changes + _slots(marks, words, token, entry < bias_end), mask=entry < bias_end, other=0.0)
             _raise(marks, mask, words, mask_stride, token, value, entry < bias_end)
 
@@ -196,7 +207,7 @@ def penalize_kernel(
 class Changes:
     """Logits that penalties and biases have changed."""
 
-    marks: Tensor  # [rows, PLANES, words] int32: bits of tokens; the slot of each word's first token; key of its largest new logit
+    marks: Tensor  # [rows, PLANES, words] int32
     logits: Tensor  # [entries + biases] float32: the new ones by slots
 
 
@@ -211,8 +222,8 @@ def change(logits: Tensor, penalties: Penalties, mask: Tensor | None) -> Changes
         logits, mask if mask is not None else marks, marks, changes, torch.empty_like(changes, dtype=torch.int32), extras,
         penalties.rows, penalties.ids, penalties.output, penalties.bias_rows, penalties.bias_ids, penalties.bias_values,
         penalties.repetition, penalties.frequency, penalties.presence, entries, biased, logits.stride(0), words,
-        mask.stride(0) if mask is not None else 0, WORDS=triton.next_power_of_2(words), BLOCK=ENTRIES, num_warps=WARPS,
-        enable_fp_fusion=False,
+        mask.stride(0) if mask is not None else 0, BLOCK=ENTRIES, num_warps=WARPS, enable_fp_fusion=False,
+        **begin_early(logits.device),
     )  # fmt: skip
     return Changes(marks, changes)
 
@@ -222,5 +233,15 @@ def compilations() -> list[Compilation]:
     types = dict.fromkeys(("logits", "changes", "extras", "output", "bias_values", "repetition", "frequency", "presence"), "*fp32")
     types |= dict.fromkeys(("rows", "ids", "bias_rows", "bias_ids"), "*i64") | dict.fromkeys(("mask", "marks", "counts"), "*i32")
     types |= dict.fromkeys(("stride", "words"), "i32:16") | dict.fromkeys(("mask_stride", "entries", "biased"), "i32")
-    constants: dict[str, object] = {"WORDS": 4096, "BLOCK": ENTRIES}
-    return [Compilation(kernel=penalize_kernel, name="sampling penalize", types=types, constants=constants, warps=WARPS)]
+    return [
+        Compilation(
+            kernel=penalize_kernel,
+            name=f"sampling penalize{' early' * early}",
+            types=types,
+            constants={"BLOCK": ENTRIES, "EARLY": early},
+            warps=WARPS,
+            early=early,
+            targets=EARLY_TARGETS if early else (),
+        )
+        for early in (False, True)
+    ]

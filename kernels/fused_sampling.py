@@ -38,6 +38,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import Compilation
+from .dependent_launch import begin_early, wait
 from .dispatch import on_nvidia
 from .fused_narrowing import narrow
 from .fused_noise import NEARLY, gumbel_of_ids, nearly_exp, nearly_gumbel_of_quads
@@ -91,24 +92,31 @@ def survey_kernel(
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
     CHANGED: tl.constexpr,
+    MASKED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Surveys SIZE logits of one row: their maximum and sum of exponentials; and the bucket maxima of allowed ones, new ones in
     place of those with a mark."""
+    wait(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
     values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
     if CHANGED:
-        allowed = tl.load(mask + row * mask_stride + places, mask=(places * 32 < vocabulary) & (places < mask_stride), other=-1)
-        some = (places * 32 < vocabulary) & (places < mark_stride)
+        some, words = (places * 32 < vocabulary) & (places < mark_stride), mark_stride // PLANES
         marks += row * mark_stride + places
-        taken = allowed & ~tl.load(marks, mask=some, other=0)
-        changed = tl.load(marks + 2 * (mark_stride // PLANES), mask=some, other=NOTHING)
-        peak = tl.max(values)
+        taken = ~tl.load(marks, mask=some, other=0)
+        changed = value_of(tl.load(marks + 2 * words, mask=some, other=NOTHING))
+        before = value_of(tl.load(marks + 3 * words, mask=some, other=NOTHING))
+        if MASKED:
+            inside = (places * 32 < vocabulary) & (places < mask_stride)
+            taken = taken & tl.load(mask + row * mask_stride + places, mask=inside, other=-1)
         bits = taken[:, None] & (1 << tl.arange(0, 32))[None, :]
-        largest = tl.maximum(tl.max(tl.where(bits != 0, values, float("-inf")), 1), value_of(changed))
+        largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
+        peak = tl.max(values) if MASKED else tl.max(tl.maximum(largest, before), 0)
+        largest = tl.maximum(largest, changed)
     else:
         largest = tl.max(values, 1)
         peak = tl.max(largest, 0)
@@ -349,8 +357,10 @@ def filter_kernel(
     LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
     CUDA: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Filters and samples one row among its gathered candidates, if these suffice; else leaves it to `draw`, with its limit."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
     place = tl.arange(0, BUCKETS)
@@ -441,9 +451,11 @@ def draw_kernel(
     SIZE: tl.constexpr,
     OWN: tl.constexpr,
     CUDA: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Draws among OWN parts of SIZE logits of a row by Gumbel noise, for rows that `filter` has not finished: those that the noise
     makes largest, as far as it is known here."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(tokens + row) < 0:
         best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
@@ -508,8 +520,10 @@ def settle_kernel(
     SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     CUDA: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """Combines the parts of one row: its token, and the log-probabilities of that."""
+    wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, SIZE)
     inside, place = part < parts, row * parts + part
@@ -582,15 +596,15 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     changes = change(logits, penalties, mask) if penalties is not None else None
     given = Given(logits, changes, mask)
     survey_kernel[(rows, parts)](
-        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
-        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
+        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, MASKED=mask is not None,
+        SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
     )  # fmt: skip
     tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
     settle_kernel[(rows,)](
         *given.tensors, draws.temperature, draws.seeds, draws.choices, draws.positions, bests, limits, peaks, sums, *drawn, tokens,
         finals, logprobs, vocabulary, parts, *given.strides, **given.constants, SIZE=triton.next_power_of_2(parts), SPLIT=SPLIT,
-        CUDA=on_nvidia(device), num_warps=1, enable_fp_fusion=False,
+        CUDA=on_nvidia(device), num_warps=1, enable_fp_fusion=False, **begin_early(device),
     )  # fmt: skip
     return Sampled(tokens, logprobs, finals)
 
@@ -617,7 +631,7 @@ def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: boo
         gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides,
         maxima.shape[1], parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
         PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
-        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
+        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
     )  # fmt: skip
     if weighed:
         narrow(given, draws, bests, bracket, limits, SPLIT, 2 * AT_ONCE)
@@ -626,16 +640,18 @@ def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: boo
     draw_kernel[(rows, triton.cdiv(parts, DRAW_PARTS))](
         *given.tensors, draws.temperature, *keys, tokens, bests, limits, noisiest, ids, sums, vocabulary, *given.strides, parts,
         **given.constants, SIZE=SPLIT, OWN=DRAW_PARTS, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
+        **begin_early(device),
     )  # fmt: skip
     return tokens, finals, bests, limits, noisiest, ids, sums
 
 
 def compilations() -> list[Compilation]:
     """With penalties and a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
-    split, plain = {"CHANGED": True, "SIZE": SPLIT}, {"CHANGED": False, "SIZE": SPLIT}
+    split, plain = {"CHANGED": True, "MASKED": True, "SIZE": SPLIT}, {"CHANGED": False, "MASKED": False, "SIZE": SPLIT}
     few = {"CHANGED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
     cases = [
         ("survey", survey_kernel, split, WARPS),
+        ("survey unmasked", survey_kernel, {**split, "MASKED": False}, WARPS),
         ("survey plain", survey_kernel, plain, WARPS),
         ("weigh", weigh_kernel, split, WARPS),
         ("filter", filter_kernel, few, WARPS),

@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 @triton.jit(do_not_specialize=["rows"])
 def product_kernel(
-    out: tl.tensor,  # [rows, outputs], with ADD the residual; or split-K sums [PARTS, rows, outputs]
+    out: tl.tensor,  # [rows, outputs], of x's dtype or wider, with ADD the residual; or split-K sums [PARTS, rows, outputs]
     x: tl.tensor,  # [rows, inputs]
     weight: tl.tensor,  # [outputs, inputs]; GATED: [2 * outputs, inputs], gates first
     bias: tl.tensor,  # as long as weight; unused without BIASED
@@ -114,6 +114,8 @@ def product_kernel(
     held = asked[None, :] & wanted[:, None]
     if ADD:
         result += tl.load(place, mask=held, other=0.0).to(tl.float32)
+    if PARTS == 1:
+        result = result.to(x.dtype.element_ty)
     tl.store(place, result.to(out.dtype.element_ty), mask=held)
 
 
@@ -148,7 +150,8 @@ def product(
 
     weight: [outputs, inputs], dense; gains: the rows are normalized first (`operations.rms_norm`); gated: weight is [2 * outputs,
     inputs], and `reference.gated` is applied to its product, with or without gelu. x and out are views whose last dimension is
-    dense. out may be [parts, rows, outputs] float32 instead, without gates: split-K sums that add up to the product (`parts_of`).
+    dense; results are rounded to x's dtype, also where out is wider. out may be [parts, rows, outputs] float32 instead, without
+    gates: split-K sums that add up to the product (`parts_of`).
     """
     rows, inputs = x.shape
     outputs, parts = out.shape[-1], len(out) if out.dim() == 3 else 1

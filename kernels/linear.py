@@ -99,9 +99,11 @@ class Weight:
             self.bytes += weight.nbytes
             self.product = with_short_route(weight, bias, self.product)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The product with x [rows, in]: [rows, out]."""
-        return self.streamed(x) if self.streams(x) else self.product(x)
+    def __call__(self, x: Tensor, wide: bool = False) -> Tensor:
+        """The product with x [rows, in]: [rows, out]; wide: the same numbers in float32."""
+        if self.streams(x):
+            return self.streamed(x, wide=wide)
+        return self.product(x).float() if wide else self.product(x)
 
     def streams(self, x: Tensor) -> bool:
         """Whether x has so few rows that its product goes through one fused kernel, with the norm before it and the gate or
@@ -109,11 +111,19 @@ class Weight:
         return self._plain is not None and 0 < len(x) <= (FEW if self._hopper else min(FEW, FEWER))
 
     def streamed(
-        self, x: Tensor, *, gains: Tensor | None = None, epsilon: float = 0.0, gated: bool = False, gelu: bool = False
+        self,
+        x: Tensor,
+        *,
+        gains: Tensor | None = None,
+        epsilon: float = 0.0,
+        gated: bool = False,
+        gelu: bool = False,
+        wide: bool = False,
     ) -> Tensor:
         """The product of few rows x (see `streams`), or of their norm if there are gains: [rows, out]; gated: `reference.gated` of
-        it, [rows, out / 2]."""
-        out = torch.empty(len(x), self.shape[0] // (1 + gated), dtype=x.dtype, device=x.device)
+        it, [rows, out / 2]; wide: the same numbers in float32."""
+        dtype = torch.float32 if wide else x.dtype
+        out = torch.empty(len(x), self.shape[0] // (1 + gated), dtype=dtype, device=x.device)
         return self._stream(x, out, gains=gains, epsilon=epsilon, gated=gated, gelu=gelu)
 
     def add(self, x: Tensor, sums: Tensor) -> Tensor | None:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import VENDORS, Compilation
+from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
 from .fused_penalties import PLANES, Changes, key_of, slots, value_of
 
 LOWEST = tl.constexpr(-0x80000000)
@@ -169,15 +169,22 @@ def lowest_logit(best, heat, least):  # type: ignore[no-untyped-def]
 
 def compilations_of(cases: Sequence[tuple[str, Any, dict[str, Any], int]]) -> list[Compilation]:
     """Of kernels on logits: name, kernel, constants (and some that it may not have), warps."""
+    later = tuple(target for target in NVIDIA if target not in EARLY_TARGETS)
+    targets = {"": later, "early": EARLY_TARGETS, "amd": AMD}
     return [
         Compilation(
             kernel=kernel,
-            name=f"sampling {name}{f' {vendor}' if vendor else ''}",
+            name=" ".join(["sampling", name, *filter(None, [kind])]),
             types=TYPES,
-            constants={name: value for name, value in (constants | {"CUDA": not vendor}).items() if name in kernel.arg_names},
+            constants={
+                name: value
+                for name, value in {**constants, "CUDA": kind != "amd", "EARLY": kind == "early"}.items()
+                if name in kernel.arg_names
+            },
             warps=warps,
-            targets=targets,
+            early=kind == "early" and "EARLY" in kernel.arg_names,
+            targets=own,
         )
         for name, kernel, constants, warps in cases
-        for vendor, targets in VENDORS.items()
+        for kind, own in targets.items()
     ]

@@ -420,8 +420,12 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Logits of hidden states [rows, hidden]: on rank 0 [rows, vocabulary] in float32, elsewhere None."""
-        joined = self.ranks.gather(self.head(self.precise(hidden)))
+        joined = self.ranks.gather(self._part_of_logits(hidden))
         return None if joined is None else self.scaled(joined)
+
+    def _part_of_logits(self, hidden: Tensor) -> Tensor:
+        """This rank's columns of the logits, before they are scaled; in float32 if no other rank gets them."""
+        return self.head(self.precise(hidden), wide=self.ranks.size == 1)
 
     def precise(self, hidden: Tensor) -> Tensor:
         """The hidden states in the type in which the LM head is computed."""
@@ -458,7 +462,7 @@ class Decoder:
             layer.project(stream)
             per_layer = self.embedding.new_zeros(rows, layer.per_layer.output.shape[1]) if layer.per_layer else None
             layer.transform(layer.nothing(self.embedding, rows), stream, per_layer)
-        self.head(self.precise(stream.normalized(self.norm)))
+        self._part_of_logits(stream.normalized(self.norm))
 
     def _blank(self, rows: int) -> Stream:
         """A stream of so many rows of zeros."""

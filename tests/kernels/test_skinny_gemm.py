@@ -208,13 +208,23 @@ def test_split_k_parts_are_added_before_any_next_use_of_the_stream(reader: str, 
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
+def dispatched_weight(weight: Tensor) -> Weight:
+    with dispatch.forced("triton"):
+        return Weight(weight)
+
+
+def test_wide_products_are_the_same_numbers_in_float32() -> None:
+    weight = dispatched_weight(randn(32, 24, dtype=torch.bfloat16))
+    for rows in (1, 2, linear.FEW, linear.FEW + 1):
+        x = randn(rows, 24, dtype=torch.bfloat16)
+        found = weight(x, wide=True)
+        assert found.dtype == torch.float32
+        assert found.equal(weight(x).float())
+
+
 def test_products_of_few_rows_are_fused_and_of_many_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "STREAMED", {torch.float32})
-    dispatch.force("triton")
-    try:
-        weight = Weight(randn(32, 24, dtype=torch.float32))
-    finally:
-        dispatch.force("")
+    weight = dispatched_weight(randn(32, 24, dtype=torch.float32))
     calls = []
     original = fused_skinny_gemm.product
     monkeypatch.setattr(
