@@ -205,7 +205,16 @@ def test_all_tensors_of_a_step_are_on_the_device(activity: Activity, speculate: 
     assert {dict(one.constants)["PARTS"] for one in activity.launches if one.kernel in ("product_kernel", "norm_kernel")} >= {1, 4}
 
 
-EARLY_KERNELS = {"rotary_kernel", "attend", "merge", "survey_kernel", "filter_kernel", "draw_kernel", "settle_kernel"}
+EARLY_KERNELS = {
+    "rotary_kernel",
+    "attend",
+    "merge",
+    "penalize_kernel",
+    "survey_kernel",
+    "filter_kernel",
+    "draw_kernel",
+    "settle_kernel",
+}
 
 
 @pytest.mark.parametrize("enabled", [False, True])
