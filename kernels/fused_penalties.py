@@ -27,8 +27,8 @@ from .sampling import LARGEST, Penalties
 # processor.
 ENTRIES, WARPS = 1024, 16
 MOST = tl.constexpr(LARGEST)
-# Of `marks`: marks, the slot of each word's first, keys of its largest new logit that a grammar allows, and of its largest old one.
-PLANES = tl.constexpr(4)
+# Of `marks`: marks, the slot of each word's first, and the key of its largest new logit that a grammar allows.
+PLANES = tl.constexpr(3)
 NOTHING = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
@@ -103,7 +103,7 @@ def _raise(marks, mask, words, mask_stride, token, value, inside):  # type: igno
 
 @triton.jit(
     do_not_specialize=["entries", "biased", "mask_stride"],
-    do_not_specialize_on_alignment=["extras", "rows", "ids", "output", "bias_rows", "bias_ids", "bias_values"],
+    do_not_specialize_on_alignment=["own", "extras", "rows", "ids", "output", "bias_rows", "bias_ids", "bias_values"],
 )
 def penalize_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
@@ -111,6 +111,7 @@ def penalize_kernel(
     marks: tl.tensor,  # [rows, PLANES, words] int32, out
     changes: tl.tensor,  # [entries + biases] float32, out: new logits by slots
     counts: tl.tensor,  # [entries + biases] int32: room for counts
+    own: tl.tensor,  # [entries] int32: room for their slots
     extras: tl.tensor,  # [entries + biases] float32: room for biases; unused if there are none
     rows: tl.tensor,  # [entries], sorted
     ids: tl.tensor,
@@ -139,7 +140,6 @@ def penalize_kernel(
         place = first + tl.arange(0, BLOCK)
         tl.store(marks + place, 0, mask=place < words)
         tl.store(marks + 2 * words + place, NOTHING, mask=place < words)
-        tl.store(marks + 3 * words + place, NOTHING, mask=place < words)
     start, end = _range(rows, entries, row, BLOCK // 2)
     bias_start, bias_end = _range(bias_rows, biased, row, BLOCK // 2)
     base, top = start + bias_start, end + bias_end
@@ -161,21 +161,20 @@ def penalize_kernel(
             before += tl.sum(number, 0)
         tl.debug_barrier()
         factor, by_count, by_presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
-        if (by_count != 0.0) | (by_presence != 0.0):
-            for first in range(start, end, BLOCK):
-                entry = first + tl.arange(0, BLOCK)
+        for first in range(start, end, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            token = tl.load(ids + entry, mask=entry < end, other=0).to(tl.int32)
+            slot = _slots(marks, words, token, entry < end)
+            tl.store(own + entry, slot, mask=entry < end)
+            if (by_count != 0.0) | (by_presence != 0.0):
                 counted = tl.load(output + entry, mask=entry < end, other=0.0).to(tl.int32)
-                token = tl.load(ids + entry, mask=entry < end, other=0).to(tl.int32)
-                slot = _slots(marks, words, token, entry < end)
                 tl.atomic_add(counts + slot, counted, mask=(entry < end) & (counted != 0), sem="relaxed")
         for first in range(bias_start, bias_end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
             token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0).to(tl.int32)
             bias = tl.load(bias_values + entry, mask=entry < bias_end, other=0.0)
             slot = _slots(marks, words, token, entry < bias_end)
-            value = tl.load(logits + token, mask=entry < bias_end, other=0.0)
-            tl.atomic_max(marks + 3 * words + token // 32, key_of(value), mask=entry < bias_end, sem="relaxed")
-            value += bias
+            value = tl.load(logits + token, mask=entry < bias_end, other=0.0) + bias
             tl.store(extras + slot, bias, mask=entry < bias_end)
             tl.store(changes + slot, tl.where(value == 0.0, 0.0, value), mask=entry < bias_end)
         tl.debug_barrier()
@@ -184,8 +183,7 @@ def penalize_kernel(
             inside = entry < end
             token = tl.load(ids + entry, mask=inside, other=0).to(tl.int32)
             value = tl.load(logits + token, mask=inside, other=0.0)
-            tl.atomic_max(marks + 3 * words + token // 32, key_of(value), mask=inside, sem="relaxed")
-            slot = _slots(marks, words, token, inside)
+            slot = tl.load(own + entry, mask=inside, other=0)  # by the thread that has stored it
             count = tl.load(counts + slot, mask=inside, other=0).to(tl.float32)
             value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
             value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
@@ -218,8 +216,9 @@ def change(logits: Tensor, penalties: Penalties, mask: Tensor | None) -> Changes
     words = triton.cdiv(logits.shape[1], 512) * 16
     marks = torch.empty(len(logits), PLANES.value, words, dtype=torch.int32, device=logits.device)
     changes, extras = torch.empty(2, entries + biased, device=logits.device).unbind()
+    counts, own = torch.empty(2, entries + biased, dtype=torch.int32, device=logits.device).unbind()
     penalize_kernel[(len(logits),)](
-        logits, mask if mask is not None else marks, marks, changes, torch.empty_like(changes, dtype=torch.int32), extras,
+        logits, mask if mask is not None else marks, marks, changes, counts, own, extras,
         penalties.rows, penalties.ids, penalties.output, penalties.bias_rows, penalties.bias_ids, penalties.bias_values,
         penalties.repetition, penalties.frequency, penalties.presence, entries, biased, logits.stride(0), words,
         mask.stride(0) if mask is not None else 0, BLOCK=ENTRIES, num_warps=WARPS, enable_fp_fusion=False,
@@ -231,7 +230,9 @@ def change(logits: Tensor, penalties: Penalties, mask: Tensor | None) -> Changes
 def compilations() -> list[Compilation]:
     """For the vocabulary of Llama 3."""
     types = dict.fromkeys(("logits", "changes", "extras", "output", "bias_values", "repetition", "frequency", "presence"), "*fp32")
-    types |= dict.fromkeys(("rows", "ids", "bias_rows", "bias_ids"), "*i64") | dict.fromkeys(("mask", "marks", "counts"), "*i32")
+    types |= dict.fromkeys(("rows", "ids", "bias_rows", "bias_ids"), "*i64") | dict.fromkeys(
+        ("mask", "marks", "counts", "own"), "*i32"
+    )
     types |= dict.fromkeys(("stride", "words"), "i32:16") | dict.fromkeys(("mask_stride", "entries", "biased"), "i32")
     return [
         Compilation(

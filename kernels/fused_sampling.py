@@ -79,6 +79,15 @@ class Sampled:
     final: Tensor  # float32, under the filtered distribution that was drawn from; greedy: 0
 
 
+@triton.jit
+def _word(place, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Loads int32 by the threads that need them: the compiler would load each once, and hand it on through shared memory."""
+    if CUDA:
+        code: tl.constexpr = "ld.global.b32 $0, [$1];"
+        return tl.inline_asm_elementwise(code, "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+    return tl.load(place)
+
+
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
@@ -91,7 +100,7 @@ def survey_kernel(
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    CHANGED: tl.constexpr,
+    PENALIZED: tl.constexpr,
     MASKED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
@@ -104,22 +113,21 @@ def survey_kernel(
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
     values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
-    if CHANGED:
-        some, words = (places * 32 < vocabulary) & (places < mark_stride), mark_stride // PLANES
-        marks += row * mark_stride + places
-        taken = ~tl.load(marks, mask=some, other=0)
-        changed = value_of(tl.load(marks + 2 * words, mask=some, other=NOTHING))
-        before = value_of(tl.load(marks + 3 * words, mask=some, other=NOTHING))
+    largest, bits = tl.max(values, 1), tl.arange(0, 32)[None, :]
+    peak = tl.max(largest, 0)
+    if PENALIZED or MASKED:
+        taken = tl.full([SIZE // 32], -1, tl.int32)
+        words = mark_stride // PLANES
+        if PENALIZED:
+            marks += row * mark_stride + tl.minimum(places, words - 1)
+            taken = ~_word(marks, CUDA)
         if MASKED:
-            inside = (places * 32 < vocabulary) & (places < mask_stride)
-            taken = taken & tl.load(mask + row * mask_stride + places, mask=inside, other=-1)
-        bits = taken[:, None] & (1 << tl.arange(0, 32))[None, :]
-        largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
-        peak = tl.max(values) if MASKED else tl.max(tl.maximum(largest, before), 0)
-        largest = tl.maximum(largest, changed)
-    else:
-        largest = tl.max(values, 1)
-        peak = tl.max(largest, 0)
+            allowed = _word(mask + row * mask_stride + tl.minimum(places, mask_stride - 1), CUDA)
+            taken = taken & tl.where(places < mask_stride, allowed, -1)
+        largest = tl.max(tl.where(((taken[:, None] >> bits) & 1) != 0, values, float("-inf")), 1)
+        if PENALIZED:
+            changed = tl.where(places < words, _word(marks + 2 * words, CUDA), NOTHING)
+            largest = tl.maximum(largest, value_of(changed))
     # Where all are -inf the difference would be NaN.
     sum_of_part = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
     tl.store(peaks + row * tl.num_programs(1) + part, peak)
@@ -596,8 +604,8 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     changes = change(logits, penalties, mask) if penalties is not None else None
     given = Given(logits, changes, mask)
     survey_kernel[(rows, parts)](
-        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, MASKED=mask is not None,
-        SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
+        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, PENALIZED=penalties is not None,
+        MASKED=mask is not None, SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
     )  # fmt: skip
     tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
@@ -647,12 +655,12 @@ def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: boo
 
 def compilations() -> list[Compilation]:
     """With penalties and a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
-    split, plain = {"CHANGED": True, "MASKED": True, "SIZE": SPLIT}, {"CHANGED": False, "MASKED": False, "SIZE": SPLIT}
+    split, plain = {"CHANGED": True, "SIZE": SPLIT}, {"CHANGED": False, "SIZE": SPLIT}
     few = {"CHANGED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
     cases = [
-        ("survey", survey_kernel, split, WARPS),
-        ("survey unmasked", survey_kernel, {**split, "MASKED": False}, WARPS),
-        ("survey plain", survey_kernel, plain, WARPS),
+        ("survey", survey_kernel, {**split, "PENALIZED": True, "MASKED": True}, WARPS),
+        ("survey penalized", survey_kernel, {**split, "PENALIZED": True, "MASKED": False}, WARPS),
+        ("survey plain", survey_kernel, {**split, "PENALIZED": False, "MASKED": False}, WARPS),
         ("weigh", weigh_kernel, split, WARPS),
         ("filter", filter_kernel, few, WARPS),
         ("filter plain", filter_kernel, {**few, **plain}, WARPS),

@@ -346,13 +346,13 @@ def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penaltie
 
 
 def penalized(logits: Tensor, penalties: Penalties, mask: Tensor | None = None) -> Tensor:
-    """Logits with those that Triton's penalties change. Checks that these have marks and slots of their own, what the largest
-    of 32 of them were, and what they are, of those that are allowed."""
+    """Logits with those that Triton's penalties change. Checks that these have marks and slots of their own, and what the
+    largest of 32 are, of those that are allowed."""
     vocabulary = logits.shape[1]
     changes, ids = change(logits, penalties, mask), torch.arange(vocabulary, device=DEVICE)
     assert changes.marks.shape[2] * 32 >= vocabulary
     bits = torch.arange(32, dtype=torch.int32, device=DEVICE)
-    words, firsts, largest, largest_before = (plane.unsqueeze(2) for plane in changes.marks.unbind(1))
+    words, firsts, largest = (plane.unsqueeze(2) for plane in changes.marks.unbind(1))
     marked = (words >> bits) & 1
     named = torch.zeros(marked.shape, dtype=torch.int64, device=DEVICE).flatten(1)
     named[penalties.rows, penalties.ids] = named[penalties.bias_rows, penalties.bias_ids] = 1
@@ -361,11 +361,10 @@ def penalized(logits: Tensor, penalties: Penalties, mask: Tensor | None = None) 
     assert len(slots[named != 0].unique()) == named.sum()
     changed = changes.logits[slots.clamp(0, len(changes.logits) - 1)][:, :vocabulary]
     unnamed = named[:, :vocabulary] == 0
-    allowed = unnamed if mask is None else unnamed | ((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0)
-    for found, values, without in ((largest, changed, allowed), (largest_before, logits, unnamed)):
-        padded = functional.pad(values.masked_fill(without, -torch.inf), (0, named.shape[1] - vocabulary), value=-torch.inf)
-        keys = (padded.unflatten(1, (-1, 32)).amax(-1) + 0.0).view(torch.int32)  # both zeros have one key
-        assert found.squeeze(2).equal(keys ^ ((keys >> 31) & 0x7FFFFFFF))
+    excluded = unnamed if mask is None else unnamed | ((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0)
+    padded = functional.pad(changed.masked_fill(excluded, -torch.inf), (0, named.shape[1] - vocabulary), value=-torch.inf)
+    keys = padded.unflatten(1, (-1, 32)).amax(-1).view(torch.int32)
+    assert largest.squeeze(2).equal(keys ^ ((keys >> 31) & 0x7FFFFFFF))
     return torch.where(named[:, :vocabulary] != 0, changed[:, :vocabulary], logits)
 
 
