@@ -23,6 +23,7 @@ from .compilation import EARLY_TARGETS, GENERATIONS, Compilation
 from .dependent_launch import begin_early
 from .layout import LayerKind
 from .paged_kernels import attend, merge
+from .transfer import copy_into
 from .work_list import Item, Tile, Work
 
 # In Triton's interpreter a dot of bfloat16 gives wrong results, so operands are widened to float32 there.
@@ -215,6 +216,7 @@ def plan(
     capacity: Capacity | None = None,
     eight_bits: bool = False,
     into: Plan | None = None,
+    after: torch.cuda.Event | None = None,
 ) -> Plan:
     """The plan of a step of `rows`, whose query tokens stand one row after the other.
 
@@ -223,8 +225,8 @@ def plan(
     computed before (batch invariance); with it rows do not share prefixes, nor do they without `share`; capacity: sizes fixed by a
     CUDA graph, without it tensors are as long as this step needs; eight_bits: the cache is quantized to 8 bits; into: a plan of the
     same capacity and model, whose tensors take this one's contents, for the replay of a CUDA graph: asynchronously, after what is
-    queued on the device. Raises ValueError if `fixed` is no multiple of 128, or if sizes of `into` differ, CapacityExceeded if
-    `capacity` is too small.
+    queued on the device, or was before the event `after`. Raises ValueError if `fixed` is no multiple of 128, or if sizes of `into`
+    differ, CapacityExceeded if `capacity` is too small.
     """
     if fixed % cutting.ALIGNMENT:
         raise ValueError(f"items of {fixed} keys: not a multiple of {cutting.ALIGNMENT}")
@@ -240,7 +242,7 @@ def plan(
     if capacity is not None and not capacity.entries:  # a lean graph, whose tile may not hold two rows: sharing ones are not for it
         most = max(most, 1)
     table = cutting.table(rows, page_size, most if share and not fixed else 0)
-    return _plan(table, tiles, device, processors, fixed, capacity, into)
+    return _plan(table, tiles, device, processors, fixed, capacity, into, after)
 
 
 def plan_single_tokens(
@@ -260,6 +262,7 @@ def _plan(
     fixed: int = 0,
     capacity: Capacity | None = None,
     into: Plan | None = None,
+    after: torch.cuda.Event | None = None,
 ) -> Plan:
     trees = {kind: _trees(table, own, kind.ratio, capacity) for kind, own in tiles.items()}
     some = any(map(any, trees.values()))
@@ -274,7 +277,7 @@ def _plan(
         places[kind] = _launch(writer, kind.window, cutting.work(table, parts, own, limit, bool(fixed)), capacity)
     pages = writer.add(_pages(table), _room(capacity, "pages"))  # the last, for `_Writer.overwrite`
     if into is not None:
-        writer.overwrite(into.buffer)
+        writer.overwrite(into.buffer, after)
         return into
     buffer = writer.buffer(device)
     return Plan(
@@ -341,14 +344,14 @@ class _Writer:
         """All arrays in one int32 tensor on the device, copied asynchronously from pinned memory on CUDA."""
         return self._written(max(self._length, 1), device).to(device, non_blocking=True)
 
-    def overwrite(self, buffer: Tensor) -> None:
-        """Copies all arrays into a buffer of the same sizes, but for the room behind the last one. Raises ValueError if sizes
-        differ."""
+    def overwrite(self, buffer: Tensor, after: torch.cuda.Event | None) -> None:
+        """Copies all arrays into a buffer of the same sizes, but for the room behind the last one (`copy_into`). Raises ValueError
+        if sizes differ."""
         if len(buffer) != max(self._length, 1):
             raise ValueError(f"a plan of {self._length} ints can't take the place of one of {len(buffer)}")
         start, last = self._parts[-1]
         written = self._written(start + last.size, buffer.device)
-        buffer[: len(written)].copy_(written, non_blocking=True)
+        copy_into(written, buffer[: len(written)], after)
 
     def _written(self, length: int, device: torch.device) -> Tensor:
         result = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -8,6 +8,7 @@ serves accelerators.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import Tensor
 
 from . import batch_invariant, compressed, expanded, shared_prefixes
@@ -42,14 +43,18 @@ Plan: TypeAlias = "Unexpanded | expanded.Plan"
 
 
 def plan(
-    rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None, into: "paged.Plan | None" = None
+    rows: Sequence[Row],
+    layout: AttentionLayout,
+    capacity: "paged.Capacity | None" = None,
+    into: "paged.Plan | None" = None,
+    after: torch.cuda.Event | None = None,
 ) -> tuple[Sequence[int], Plan]:
     """The order in which rows have to stand in a step, and the attention plan of the rows in that order. capacity: sizes fixed at
-    CUDA graph capture; into: the graph's plan, of that capacity, which takes the contents of this one. Raises CapacityExceeded if
-    sizes are too small, or if the step can't be a graph."""
+    CUDA graph capture; into: the graph's plan, of that capacity, which takes the contents of this one, after the event `after` if
+    there is one. Raises CapacityExceeded if sizes are too small, or if the step can't be a graph."""
     long = expanded.rows_to_expand(rows, layout) if capacity is None else []
     if not long:
-        return _plan(rows, layout, capacity, into)
+        return _plan(rows, layout, capacity, into, after)
     others = sorted({*range(len(rows))}.difference(long))
     order, attended = _plan([rows[i] for i in others], layout) if others else ((), None)
     first = sum(rows[i].queries for i in others)
@@ -61,7 +66,11 @@ def plan(
 
 
 def _plan(
-    rows: Sequence[Row], layout: AttentionLayout, capacity: "paged.Capacity | None" = None, into: "paged.Plan | None" = None
+    rows: Sequence[Row],
+    layout: AttentionLayout,
+    capacity: "paged.Capacity | None" = None,
+    into: "paged.Plan | None" = None,
+    after: torch.cuda.Event | None = None,
 ) -> tuple[Sequence[int], "Unexpanded"]:
     if not triton_on(layout.device):
         planned = batch_invariant.plan if layout.invariant else compressed.plan if layout.entries else shared_prefixes.plan
@@ -83,6 +92,7 @@ def _plan(
         capacity=capacity,
         eight_bits=layout.eight_bits,
         into=into,
+        after=after,
     )
     if narrow:
         from . import indexed_attention

@@ -72,6 +72,9 @@ class Forward:
         self._mixed: list[Graph] = []  # for any spans; by size
         self._full = 0  # decode steps until a lean graph is tried again
         self._last: Step | None = None  # the last step, if it ran without a graph
+        # Recorded on the device when the last graph has run: from then on its inputs, and those of the others, may be written. None
+        # if they were written since.
+        self._inputs_read: torch.cuda.Event | None = None
 
     def __call__(self, spans: Listing[Span], picked: DeviceSamples | None = None) -> Tensor:
         """Computes spans, writes their keys and values, and returns the hidden states of the wanted rows: [rows, hidden], valid
@@ -91,7 +94,11 @@ class Forward:
             return self._compute(own)
         self.replayed += 1
         self._last = None
-        return graph.replay()[: sum([span.wanted for span in spans])]
+        found = graph.replay()
+        if found.is_cuda:
+            self._inputs_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._inputs_read.record()
+        return found[: sum([span.wanted for span in spans])]
 
     def follow(self, spans: Listing[Span]) -> Tensor:
         """The same for spans of one token each, which continue those of the last call in their order; these wanted one row each.
@@ -135,10 +142,15 @@ class Forward:
         log.info(f"recorded {len(sizes)} graphs in {time.perf_counter() - began:.1f} s")
 
     def _plan(
-        self, spans: Listing[Span], room: Room | None = None, into: Step | None = None, picked: DeviceSamples | None = None
+        self,
+        spans: Listing[Span],
+        room: Room | None = None,
+        into: Step | None = None,
+        picked: DeviceSamples | None = None,
+        after: torch.cuda.Event | None = None,
     ) -> Step:
         narrows = self.narrows and self._decoder.kept is None
-        return step.plan(spans, self._layout, room, into, picked, self._adapted, self._remembers, narrows, self._before)
+        return step.plan(spans, self._layout, room, into, picked, self._adapted, self._remembers, narrows, self._before, after)
 
     def _padded(self, spans: Listing[Span], tokens: int, picked: DeviceSamples | None) -> tuple[Step, Graph] | tuple[None, None]:
         """The step, in the input buffers of a graph that holds it, and this graph; a lean one if possible."""
@@ -151,9 +163,12 @@ class Forward:
             if graph is None:
                 continue
             try:
-                return self._plan(spans, graph.room, graph.input, picked), graph
+                own = self._plan(spans, graph.room, graph.input, picked, self._inputs_read)
             except ragged.CapacityExceeded:  # it shares more prefixes, or wants more rows, than steps usually do
                 self._full = FULL if graph is lean else self._full
+            else:
+                self._inputs_read = None
+                return own, graph
         return None, None
 
 

@@ -214,12 +214,13 @@ def plan(
     remembers: bool = False,
     narrows: bool = False,
     before: NgramContext | None = None,
+    after: torch.cuda.Event | None = None,
 ) -> Step:
     """The step that computes `spans`. into: the input of a recorded graph of that room, whose tensors take this step's contents,
-    after what is queued on the device, and are those of the result; picked: what the step before has sampled, if the host doesn't
-    know it; adapted: the decoder has LoRA adapters; remembers: it has layers with recurrent state, so a room is for spans of one
-    token; narrows: its last layers have no keys of their own; before: it has n-gram embeddings. Raises ragged.CapacityExceeded if
-    there is no room."""
+    after what is queued on the device (or was before the event `after`), and are those of the result; picked: what the step before
+    has sampled, if the host doesn't know it; adapted: the decoder has LoRA adapters; remembers: it has layers with recurrent state,
+    so a room is for spans of one token; narrows: its last layers have no keys of their own; before: it has n-gram embeddings.
+    Raises ragged.CapacityExceeded if there is no room."""
     spans = [part for span in spans for part in _within(span, layout.chunk)] if layout.chunk else spans
     fronts = picked is not None and any(span.front for span in spans)
     later = fronts and triton_on(layout.device)  # only the device knows which beam each heir continues
@@ -231,7 +232,7 @@ def plan(
         for span, pages in zip(spans, tables, strict=True)
     ]
     held = _paged(into.attention) if into is not None else None
-    order, attended = ragged.plan(rows, layout, room.attention if room else None, held)
+    order, attended = ragged.plan(rows, layout, room.attention if room else None, held, after)
     lists, starts = _listed(spans, order, layout.page_size, adapted)
     if room is not None:
         lists.pad(room, adapted)
@@ -245,7 +246,7 @@ def plan(
         lists.tokens[token] = before.image if before else 0  # an id in every vocabulary: image features replace its embedding
     lists.before = _before(spans, order, len(lengths), before) if before else []
     if into is not None:
-        copy_into(lists.buffer(), into.buffer)
+        copy_into(lists.buffer(), into.buffer, after)
     step = into or _step(lists, attended, layout, lengths)
     if showing:
         shown = [ImageTokens(picture, *lists_to_device(layout.device, *both)) for picture, *both in marks]

@@ -634,7 +634,7 @@ def recording(graph: Graph, pool: object = None) -> Iterator[None]:
 
 def stream(device: object = None) -> SimpleNamespace:
     """A stand-in for `torch.cuda.Stream`: all streams are the same."""
-    return SimpleNamespace(device_index=current(), device=DEVICE, wait_stream=lambda other: None)
+    return SimpleNamespace(device_index=current(), device=DEVICE, wait_stream=lambda other: None, wait_event=lambda event: None)
 
 
 @contextmanager
