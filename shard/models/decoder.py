@@ -57,7 +57,7 @@ from .shape import Shape, Unsupported
 from .short_convolutions import ShortConvolutions
 from .shortcuts import ShortcutExperts, ShortcutMlp, ShortcutStream
 from .state_spaces import Mamba2
-from .stream import Stream
+from .stream import Stream, of_rows
 from .taps import Taps
 from .token_mixer import TokenMixer
 from .traits import GatedHyperConnections, HeadIndex, Rope
@@ -279,7 +279,7 @@ class Decoder:
                 stream.select(step.rows)
                 if not len(step.rows):
                     return self.embedding.new_empty(0, self.shape.hidden)
-                attended = [own.index_select(0, step.rows) for own in attended]
+                attended = [of_rows(own, step.rows) for own in attended]
                 per_layer = per_layer.index_select(1, step.rows) if per_layer is not None else None
             layer.transform(attended, stream, per_layer[layer.index] if per_layer is not None else None)
             for tokens, features in looks:

@@ -12,6 +12,11 @@ from ...kernels.reference import Activation
 from ..parallel import Ranks
 
 
+def of_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """These rows of x; x itself if it has but one, which costs no launch."""
+    return x if len(x) == len(rows) == 1 else x.index_select(0, rows)
+
+
 class Stream:
     """The residual stream of some tokens: the sums so far, and an addition still pending, which is done together with the next
     norm.
@@ -97,7 +102,7 @@ class Stream:
 
     def select(self, rows: Tensor) -> None:
         """Keeps these rows alone."""
-        self._sums = self.normalized(None).index_select(0, rows)
+        self._sums = of_rows(self.normalized(None), rows)
         self._chosen = self._chosen.select(rows) if self._chosen is not None else None
 
     def product(self, x: Tensor, weight: Weight) -> Tensor:

@@ -20,10 +20,10 @@ import torch
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from penstock.kernels import dependent_launch, dispatch, expanded, linear, noise
+from penstock.kernels import dependent_launch, dispatch, expanded, linear, noise, paged_attention, transfer
 from penstock.proto import shard_pb2 as wire
 from penstock.shard import __main__ as entry
-from penstock.shard import memory
+from penstock.shard import memory, step
 from penstock.shard.adapters import Adapter
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as Beam
@@ -246,6 +246,36 @@ def test_overlapped_steps_give_the_same_tokens(activity: Activity, resting: Call
     engine = resting(True)
     for make in [*PLAIN.values(), SCENARIOS["top_n"], SCENARIOS["grammar"], SCENARIOS["beams"]]:
         assert sorted(overlapped(engine, make())) == sorted(run(engine, make()))
+
+
+@torch.inference_mode()
+def test_inputs_are_written_beside_kernels_only_after_a_graph_has_read_them(
+    activity: Activity, resting: Callable[[bool], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a step fails between its inputs and its graph, those of the next one wait for all that is queued."""
+    engine = resting(True)
+    engine.forward._inputs_read = None
+    seen: list[object] = []
+    for module in (paged_attention, step):
+        monkeypatch.setattr(
+            module, "copy_into", lambda tensor, into, after: seen.append(after) or transfer.copy_into(tensor, into, after)
+        )
+    [one] = SCENARIOS["sampled"]()[:1]
+    overlapped(engine, [one])
+    assert len(seen) % 2 == 0
+    events = seen[::2]
+    assert events == seen[1::2]  # the attention's plan, and the step's lists
+    assert events[0] is None
+    assert len({*events}) == len(events) > 3
+    engine.clear()
+    [sequence] = group(1).sequences
+    engine.pool.extend(sequence.pages, 1)
+    before = engine.forward._inputs_read
+    seen.clear()
+    for _ in range(2):
+        engine.forward._padded([step.Span(sequence, 0, [5])], 1, None)
+    assert seen == [before] * 2 + [None] * 2
+    assert before not in (None, *events)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
