@@ -79,15 +79,6 @@ class Sampled:
     final: Tensor  # float32, under the filtered distribution that was drawn from; greedy: 0
 
 
-@triton.jit
-def _word(place, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Loads int32 by the threads that need them: the compiler would load each once, and hand it on through shared memory."""
-    if CUDA:
-        code: tl.constexpr = "ld.global.b32 $0, [$1];"
-        return tl.inline_asm_elementwise(code, "=r,l", [place.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-    return tl.load(place)
-
-
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
@@ -113,20 +104,17 @@ def survey_kernel(
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
     values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
-    largest, bits = tl.max(values, 1), tl.arange(0, 32)[None, :]
+    largest, bits = tl.max(values, 1), 1 << tl.arange(0, 32)[None, :]
     peak = tl.max(largest, 0)
     if PENALIZED or MASKED:
-        taken = tl.full([SIZE // 32], -1, tl.int32)
-        words = mark_stride // PLANES
+        taken, words = tl.full([SIZE // 32], -1, tl.int32), mark_stride // PLANES
         if PENALIZED:
-            marks += row * mark_stride + tl.minimum(places, words - 1)
-            taken = ~_word(marks, CUDA)
+            taken = ~tl.load(marks + row * mark_stride + places, mask=places < words, other=0)
         if MASKED:
-            allowed = _word(mask + row * mask_stride + tl.minimum(places, mask_stride - 1), CUDA)
-            taken = taken & tl.where(places < mask_stride, allowed, -1)
-        largest = tl.max(tl.where(((taken[:, None] >> bits) & 1) != 0, values, float("-inf")), 1)
+            taken = taken & tl.load(mask + row * mask_stride + places, mask=places < mask_stride, other=-1)
+        largest = tl.max(tl.where((taken[:, None] & bits) != 0, values, float("-inf")), 1)
         if PENALIZED:
-            changed = tl.where(places < words, _word(marks + 2 * words, CUDA), NOTHING)
+            changed = tl.load(marks + row * mark_stride + 2 * words + places, mask=places < words, other=NOTHING)
             largest = tl.maximum(largest, value_of(changed))
     # Where all are -inf the difference would be NaN.
     sum_of_part = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
