@@ -104,18 +104,20 @@ def survey_kernel(
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
     values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
-    largest, bits = tl.max(values, 1), 1 << tl.arange(0, 32)[None, :]
+    taken, words = tl.full([SIZE // 32], -1, tl.int32), mark_stride // PLANES
+    if PENALIZED:  # loaded together with the logits
+        marks += row * mark_stride + places
+        taken = ~tl.load(marks, mask=places < words, other=0)
+        changed = tl.load(marks + 2 * words, mask=places < words, other=NOTHING)
+    if MASKED:
+        taken = taken & tl.load(mask + row * mask_stride + places, mask=places < mask_stride, other=-1)
+    largest = tl.max(values, 1)
     peak = tl.max(largest, 0)
     if PENALIZED or MASKED:
-        taken, words = tl.full([SIZE // 32], -1, tl.int32), mark_stride // PLANES
-        if PENALIZED:
-            taken = ~tl.load(marks + row * mark_stride + places, mask=places < words, other=0)
-        if MASKED:
-            taken = taken & tl.load(mask + row * mask_stride + places, mask=places < mask_stride, other=-1)
-        largest = tl.max(tl.where((taken[:, None] & bits) != 0, values, float("-inf")), 1)
-        if PENALIZED:
-            changed = tl.load(marks + row * mark_stride + 2 * words + places, mask=places < words, other=NOTHING)
-            largest = tl.maximum(largest, value_of(changed))
+        bits = taken[:, None] & (1 << tl.arange(0, 32))[None, :]
+        largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
+    if PENALIZED:
+        largest = tl.maximum(largest, value_of(changed))
     # Where all are -inf the difference would be NaN.
     sum_of_part = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
     tl.store(peaks + row * tl.num_programs(1) + part, peak)
