@@ -23,8 +23,9 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     which beams they continue, they have no full pages but those that all beams share, and no references to these."""
     beams, first = group.sequences, group.sequences[0]
     full = first.computed // page_size
-    front = BeamFront(beams, common_pages([beam.pages[:full] for beam in beams]))
-    pages = first.pages[: front.settled] + page_table([PADDING]) * (full - front.settled)
+    group.settled = common_pages([beam.pages[:full] for beam in beams])
+    front = BeamFront(beams, group.settled)
+    pages = first.pages[: group.settled] + page_table([PADDING]) * (full - group.settled)
     group.heirs = [
         Sequence(array("I"), first.prompt_length, rank, first.cache_key, first.adapter, first.pictures, first.computed, pages[:])
         for rank in range(width)
@@ -47,8 +48,8 @@ class BeamForks:
         """The children take the places of the group's sequences, which are computed all but for the new tokens. A parent's full
         pages are shared among its children; the rows of its last, partial one are copied for all but the last of them, or are
         copied already for heirs. Raises OutOfPages: then the group can only be dropped."""
-        group.sequences = self._inherited(group, children) if group.heirs else self._forked(group, children)
         group.counted = -1
+        group.sequences = self._inherited(group, children) if group.heirs else self._forked(group, children)
         for sequence, child in zip(group.sequences, children, strict=True):
             sequence.tokens.append(child.token)
             assert sequence.path is not None
@@ -80,24 +81,27 @@ class BeamForks:
         full = group.sequences[0].computed // self._pool.page_size
         parents = {id(child.parent) for child in children}
         # If as many beams live on, the pages that all share keep their number of references.
-        alike = len(children) == len(group.sequences)
-        settled = common_pages([sequence.pages[:full] for sequence in group.sequences]) if alike else 0
+        settled = group.settled if len(children) == len(group.sequences) else 0
         for sequence in group.sequences:
             self._pool.release(sequence.pages[full if id(sequence) in parents else settled :])
-        # A parent has one reference to its full pages: its first heir takes that over, the others add one each.
-        living, given = group.heirs[: len(children)], set[int]()
+        # A parent has one reference to its full pages: its first heir takes over that, and its tokens; the others add one each.
+        living = group.heirs[: len(children)]
         for heir, child in zip(living, children, strict=True):
             parent = child.parent
-            heir.pages[:full] = parent.pages[:full]
-            if id(parent) in given:
+            heir.pages[:full], heir.node = parent.pages[:full], parent.node
+            if id(parent) in parents:
+                parents.remove(id(parent))
+                heir.tokens, heir.path = parent.tokens, parent.path
+            else:
+                assert parent.path is not None
                 self._pool.share(heir.pages[settled:full])
-            given.add(id(parent))
-            assert parent.path is not None
-            heir.tokens, heir.node, heir.path = parent.tokens[:], parent.node, parent.path.copy()
+                heir.tokens, heir.path = parent.tokens[:], parent.path.copy()
         self._disown(group.heirs[len(children) :], full)
         for sequence in group.sequences:
             sequence.clear()
         group.heirs = []
+        if settled == full:  # all that they don't share is the last page of each
+            group.counted = full + len(living)
         return living
 
     def disown(self, group: Group) -> None:
