@@ -8,7 +8,6 @@ cut into several *items*. Outputs of a token from several items are merged later
 for each of its tokens; any other writes the final output itself.
 """
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -134,13 +133,14 @@ def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     single = total == len(rows) and not trees
     starts, widths = numpy.arange(total) if single else _before(queries), -(-(contexts + queries) // page_size)
     positions = contexts if single else _positions(rows, starts, contexts, queries, trees)
-    own = numpy.zeros_like(queries)
-    runs, again, count = list[tuple[Run, int]](), list[int](), total
+    own, again, ends = numpy.zeros_like(queries), list[int](), list[int]()
+    runs, count = list[tuple[Run, int]](), total
     for run in shared_runs(rows, page_size, most):
         runs.append((run, count))
         again += run.members
+        ends += [run.end * page_size] * len(run.members)
         count += len(run.members) if single else int(queries[run.members].sum())
-        own[run.members] = run.end * page_size
+    own[again] = ends  # of a row in several runs, the last one's
     tokens = numpy.arange(count)
     if again:
         tokens[total:] = again if single else _ranges(starts[again], queries[again])
@@ -220,7 +220,7 @@ def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]
             if len(together) < 2:
                 continue
             least_full = min(full[i] for i in together)
-            end = alike + common_pages([list(rows[i].pages[alike:least_full]) for i in together])
+            end = alike + common_pages([rows[i].pages[alike:least_full] for i in together])
             long = end - begin >= least
             if long:
                 yield Run(together, begin, end)
@@ -228,8 +228,8 @@ def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]
                 waiting.append((together, end if long else begin, end))
 
 
-def common_pages(tables: "Sequence[list[int]] | Sequence[array[int]]") -> int:
-    """Length of the common prefix of page tables of equal length."""
+def common_pages(tables: Sequence[Any]) -> int:
+    """Length of the common prefix of page tables of equal length: all lists, or all arrays."""
     low, high = min(tables), max(tables)  # the prefix that these two share is common to all
     if low == high:
         return len(low)
@@ -290,10 +290,8 @@ def _own_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array
         result[whole, TREE], result[whole, END] = WHOLE, (table.contexts + table.queries)[row][whole]
     if table.runs:
         together = numpy.zeros_like(table.queries)
-        for run, _ in table.runs:
-            for members, first_key, last_key in _seen(table, run, kind):
-                if first_key < last_key:
-                    together[members] = 1
+        seen = [part for run, _ in table.runs for part in _seen(table, run, kind)]
+        together[[i for members, first_key, last_key in seen if first_key < last_key for i in members]] = 1
         result[:, SHARED] = together[row]
     return result
 

@@ -7,8 +7,8 @@ called and reached (`steps`, `shards`). One iteration of the loop:
     wait for the reply -> report it to the scheduler -> detokenize, and push to the streams
 
 So the shards go from step to step without waiting for the router, and compute while tokens become text and leave as HTTP. A stop
-string found in that text, a client that has left, a new request: they take effect one step late, or two where steps overlap. What
-was computed by then for a choice that nobody wants any more is thrown away.
+string found in that text, a client that has left, a new request: they take effect one step late, or where steps overlap two, or
+three if these are short. What was computed by then for a choice that nobody wants any more is thrown away.
 
 When the shards are lost no stream is. Streams move to other replicas that compute the same, if there are any (see `PeerReplicas`),
 or wait in the queue of a new scheduler, as new ones do, until shards are restarted. They resume from the tokens that were received:

@@ -4,7 +4,7 @@ prefixes shared between prompts (`prefix_sharing`).
 
     arrive, cancel, end   what clients do
     next() -> action      the next command for the shards, or None. Its effect is assumed at once, so that the next call may
-                          come before the reply: one step of lookahead
+                          come before the reply: one step of lookahead, or two decode steps beside one that is reported as begun
     report, paused        what replies have reported
 
 The shards measure, the scheduler decides: they report for each group how many pages it may still take (`grow`) and how many tokens

@@ -23,6 +23,8 @@ LEAD = 0.01  # seconds before the expected end of a step when the next is sent: 
 # The same for shards that overlap steps, which plan and launch the next before that end. Steps would stop overlapping as soon as
 # planning took longer: what is sent late is answered late, and the next is sent later still.
 OVERLAPPING_LEAD = 0.03
+# Decode steps that are shorter may be over before a reply has reached the router and the next command the shards.
+SHORT = 0.01
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ class Steps:
         self._fail = fail
         self._underway: deque[Underway] = deque()
         self._free = 0.0  # when the last command was answered
+        self._begun = False  # whether, by the last reply, the shards have begun the next step, and count it as computed
         self._last: dict[str, float] = {}  # seconds of the last step, by kind: the expected duration of the next
 
     @property
@@ -86,6 +89,14 @@ class Steps:
             drafts = not isinstance(oldest.action, Filter) and oldest.action.allowance is not None
             due = not drafts and self._until_due(oldest, self._free) <= 0
         self.send(2 if due else 1)
+        if due and self._decodes_briefly():
+            self.send(3)
+
+    def _decodes_briefly(self) -> bool:
+        """Whether a third step may be in flight: the first one has begun, so groups have told how many pages they may take in two
+        more, and all are short. While there are prompts they don't tell: beams that have begun take more pages than prompts."""
+        decodes = all(isinstance(one.action, Decode) for one in self._underway)
+        return self._begun and decodes and self._last.get("decode", SHORT) < SHORT
 
     async def answer(self) -> shard_pb2.StepReply | None:
         """Sends the next step shortly before the oldest command is answered, and reports the reply to the scheduler. Returns the
@@ -147,7 +158,7 @@ class Steps:
             return None
         step = reply.step
         self.scheduler.report(report_of(step, self._finished(step)))
-        self._last[_kind(action)] = seconds
+        self._last[_kind(action)], self._begun = seconds, step.ahead
         self._metrics.step(action, seconds, step)
         return step
 

@@ -2,8 +2,10 @@
 All ranks keep the same books: the same commands and tokens lead to the same state. Knows no model and no logits.
 """
 
+from array import array
 from collections.abc import Container, Iterable
 from collections.abc import Sequence as Listing
+from itertools import islice
 
 from .cache import Cache
 from .decoding.strategy import NOT_FINITE
@@ -61,13 +63,17 @@ class Books:
     def extend(self, group: Group, spans: Listing[Span]) -> None:
         """Allocates pages for spans, which count as computed from here on. Raises OutOfPages: then the group can only be
         dropped."""
-        size = self._pool.page_size
+        size, lacking = self._pool.page_size, list["tuple[array[int], int]"]()
         for span in spans:
             sequence, end = span.sequence, span.start + len(span.tokens)
             if end > len(sequence.pages) * size:
-                self._pool.extend(sequence.pages, end)
-                group.counted = -1
+                lacking.append((sequence.pages, -(-end // size) - len(sequence.pages)))
             sequence.computed = end
+        if lacking:
+            fresh = iter(self._pool.take(sum([count for _, count in lacking])))
+            for pages, count in lacking:
+                pages.extend(islice(fresh, count))
+            group.counted = -1
 
     def renew(self, inherited: Container[int] = ()) -> None:
         """Prepares newly allocated pages; must be called before anything is written to or read from them. Old contents are copied

@@ -179,7 +179,7 @@ class Executor:
         self._open = [*(one for one in self._open if not one.done()), reply]
         self._guard(lambda: self._machine.execute(command, reply.set_result))
         wait = self._machine.underway if not self._failed else None
-        if wait is not None:
+        if wait is not None and self._count == count:  # else the next command lands it
             self._watcher.submit(self._watch, wait, count)
 
     def _watch(self, wait: Callable[[], None], count: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Listing
 
 from ..kernels.work_list import common_pages
 from .cache import Cache
-from .decoding.strategy import Child
+from .decoding.expansion import Candidate
 from .pages import PADDING, PagePool, page_table
 from .sequence import Group, Sequence
 from .step import BeamFront, Span
@@ -23,8 +23,9 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
     which beams they continue, they have no full pages but those that all beams share, and no references to these."""
     beams, first = group.sequences, group.sequences[0]
     full = first.computed // page_size
-    front = BeamFront(beams, common_pages([beam.pages[:full] for beam in beams]))
-    pages = first.pages[: front.settled] + page_table([PADDING]) * (full - front.settled)
+    group.settled = common_pages([beam.pages[:full] for beam in beams])
+    front = BeamFront(beams, group.settled)
+    pages = first.pages[: group.settled] + page_table([PADDING]) * (full - group.settled)
     group.heirs = [
         Sequence(array("I"), first.prompt_length, rank, first.cache_key, first.adapter, first.pictures, first.computed, pages[:])
         for rank in range(width)
@@ -43,61 +44,64 @@ class BeamForks:
         self._renew = renew
         self._copies: list[tuple[int, int, int]] = []  # source page, target page, rows
 
-    def fork(self, group: Group, children: Listing[Child]) -> None:
+    def fork(self, group: Group, children: Listing[Candidate]) -> None:
         """The children take the places of the group's sequences, which are computed all but for the new tokens. A parent's full
         pages are shared among its children; the rows of its last, partial one are copied for all but the last of them, or are
         copied already for heirs. Raises OutOfPages: then the group can only be dropped."""
-        group.sequences = self._inherited(group, children) if group.heirs else self._forked(group, children)
         group.counted = -1
+        group.sequences = self._inherited(group, children) if group.heirs else self._forked(group, children)
         for sequence, child in zip(group.sequences, children, strict=True):
             sequence.tokens.append(child.token)
             assert sequence.path is not None
             sequence.path.append(child.score, child.logprob, child.top, group.top_n > 0)
 
-    def _forked(self, group: Group, children: Listing[Child]) -> list[Sequence]:
-        left = Counter(id(child.parent) for child in children)
-        for sequence in group.sequences:
-            if id(sequence) not in left:
+    def _forked(self, group: Group, children: Listing[Candidate]) -> list[Sequence]:
+        full, rows = divmod(group.sequences[0].computed, self._pool.page_size)
+        left = Counter(child.row for child in children)
+        for row, sequence in enumerate(group.sequences):
+            if row not in left:
                 self._pool.release(sequence.pages)
                 sequence.clear()
-        full, rows = divmod(children[0].parent.computed, self._pool.page_size)
         fresh = iter(self._pool.take(len(children) - len(left)) if rows else ())
         grown: list[Sequence] = []
         for rank, child in enumerate(children):
-            left[id(child.parent)] -= 1
-            sequence = child.parent
-            if left[id(child.parent)]:
-                sequence = child.parent.twin(full)
+            left[child.row] -= 1
+            parent = sequence = group.sequences[child.row]
+            if left[child.row]:
+                sequence = parent.twin(full)
                 self._pool.share(sequence.pages)
                 if rows:
                     sequence.pages.append(next(fresh))
-                    self._copies.append((child.parent.pages[full], sequence.pages[full], rows))
+                    self._copies.append((parent.pages[full], sequence.pages[full], rows))
             sequence.choice = rank
             grown.append(sequence)
         return grown
 
-    def _inherited(self, group: Group, children: Listing[Child]) -> list[Sequence]:
+    def _inherited(self, group: Group, children: Listing[Candidate]) -> list[Sequence]:
         full = group.sequences[0].computed // self._pool.page_size
-        parents = {id(child.parent) for child in children}
+        parents = {child.row for child in children}
         # If as many beams live on, the pages that all share keep their number of references.
-        alike = len(children) == len(group.sequences)
-        settled = common_pages([sequence.pages[:full] for sequence in group.sequences]) if alike else 0
-        for sequence in group.sequences:
-            self._pool.release(sequence.pages[full if id(sequence) in parents else settled :])
-        # A parent has one reference to its full pages: its first heir takes that over, the others add one each.
-        living, given = group.heirs[: len(children)], set[int]()
+        settled = group.settled if len(children) == len(group.sequences) else 0
+        for row, sequence in enumerate(group.sequences):
+            self._pool.release(sequence.pages[full if row in parents else settled :])
+        # A parent has one reference to its full pages: its first heir takes over that, and its tokens; the others add one each.
+        living = group.heirs[: len(children)]
         for heir, child in zip(living, children, strict=True):
-            parent = child.parent
-            heir.pages[:full] = parent.pages[:full]
-            if id(parent) in given:
+            parent = group.sequences[child.row]
+            heir.pages[:full], heir.node = parent.pages[:full], parent.node
+            if child.row in parents:
+                parents.remove(child.row)
+                heir.tokens, heir.path = parent.tokens, parent.path
+            else:
+                assert parent.path is not None
                 self._pool.share(heir.pages[settled:full])
-            given.add(id(parent))
-            assert parent.path is not None
-            heir.tokens, heir.node, heir.path = parent.tokens[:], parent.node, parent.path.copy()
+                heir.tokens, heir.path = parent.tokens[:], parent.path.copy()
         self._disown(group.heirs[len(children) :], full)
         for sequence in group.sequences:
             sequence.clear()
         group.heirs = []
+        if settled == full:  # all that they don't share is the last page of each
+            group.counted = full + len(living)
         return living
 
     def disown(self, group: Group) -> None:

@@ -9,8 +9,8 @@ from itertools import groupby
 from .books import Books
 from .broadcast import Found
 from .cache import Cache
+from .decoding.expansion import Candidate
 from .decoding.methods import strategy_of
-from .decoding.strategy import Child
 from .outcome import Outcome
 from .pages import OutOfPages
 from .sequence import Group, Sequence
@@ -33,7 +33,7 @@ def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: C
 
 def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
     group = run.group
-    children: Listing[Child] = ()
+    children: Listing[Candidate] = ()
     if run.problem:
         books.fail(group, run.problem, outcome)
         return

@@ -17,66 +17,52 @@ from .sequence import Group, Sampling, Thinking, sequences
 
 
 def step_reply(step: int, outcome: Outcome) -> wire.Reply:
-    """The columns of a step's reply. The next step may have begun: nothing that it changes is read here."""
-    emitted = outcome.emitted
-    tops = [pair for _, row in emitted for pair in row.pick.top]
-    reply = wire.StepReply(
-        step=step,
-        uids=[uid for uid, _ in emitted],
-        choices=[row.choice for _, row in emitted],
-        tokens=[row.pick.token for _, row in emitted],
-        logprobs=[row.pick.logprob for _, row in emitted],
-        finishes=[row.finish for _, row in emitted],
-        top_counts=[len(row.pick.top) for _, row in emitted] if tops else [],
-        top_ids=[token for token, _ in tops],
-        top_logprobs=[logprob for _, logprob in tops],
-        prompt_uids=[uid for uid, _, _ in outcome.prompts],
-        prompt_counts=[len(scores) for _, scores, _ in outcome.prompts],
-        prompt_logprobs=[score for _, scores, _ in outcome.prompts for score in scores],
-        prompt_tops=[len(tops) // max(len(scores), 1) for _, scores, tops in outcome.prompts],
-        prompt_top_ids=[token for _, _, tops in outcome.prompts for token, _ in tops],
-        prompt_top_logprobs=[logprob for _, _, tops in outcome.prompts for _, logprob in tops],
-        held_uids=[uid for uid, _, _, _ in outcome.standing],
-        held=[held for _, held, _, _ in outcome.standing],
-        grow=[grow for _, _, grow, _ in outcome.standing],
-        lacking=[lacking for _, _, _, lacking in outcome.standing],
-        free=outcome.free,
-        cached=outcome.cached,
-        saved_pages=outcome.saved,
-        loaded_pages=outcome.loaded,
-        failed_uids=[uid for uid, _ in outcome.failed],
-        failed_messages=[message for _, message in outcome.failed],
-        seconds=outcome.seconds,
-        mask_seconds=outcome.mask_seconds,
-        mask_wait_seconds=outcome.mask_wait_seconds,
-        prompt_tokens=outcome.prompt_tokens,
-        restored_tokens=outcome.restored_tokens,
-        cached_tokens=outcome.cached_tokens,
-        found_uids=[uid for uid, _ in outcome.found],
-        found_tokens=[tokens for _, tokens in outcome.found],
-        decode_tokens=outcome.decode_tokens,
-        prompt_keys=outcome.prompt_keys,
-        decode_keys=outcome.decode_keys,
-        drafted_tokens=outcome.drafted,
-        accepted_tokens=outcome.accepted,
-        draft_uids=[uid for uid, _, _ in outcome.drafts],
-        draft_counts=[drafted for _, drafted, _ in outcome.drafts],
-        accepted_counts=[accepted for _, _, accepted in outcome.drafts],
-        tried_by_depth=outcome.tried,
-        kept_by_depth=outcome.kept,
-        draft_seconds=outcome.draft_seconds,
-        rounds=outcome.rounds,
-        later_seconds=outcome.later_seconds,
-        exhausted=outcome.exhausted,
-        ahead=outcome.ahead,
-        scored_uids=[uid for uid, _ in outcome.scored],
-        scored_counts=[len(scores) for _, scores in outcome.scored],
-        scores=[score for _, scores in outcome.scored for score in scores],
-        grown=[grown_to(uid, grown) for uid, grown in outcome.grown],
-        searched_uids=[uid for uid, _ in outcome.searched],
-        searched_tokens=[tokens for _, tokens in outcome.searched],
-    )
-    return wire.Reply(step=reply)
+    """A step's reply. The next step may have begun: nothing that it changes is read here."""
+    reply = wire.Reply()
+    told, emitted = reply.step, outcome.emitted
+    _tell_numbers(told, step, outcome)
+    rows = [(uid, row.choice, row.pick.token, row.pick.logprob, row.finish) for uid, row in emitted]
+    _extend(told, rows, "uids", "choices", "tokens", "logprobs", "finishes")
+    if tops := [pair for _, row in emitted for pair in row.pick.top]:
+        told.top_counts.extend([len(row.pick.top) for _, row in emitted])
+        _extend(told, tops, "top_ids", "top_logprobs")
+    for uid, scores, tops in outcome.prompts:
+        counts = [(uid, len(scores), len(tops) // max(len(scores), 1))]
+        _extend(told, counts, "prompt_uids", "prompt_counts", "prompt_tops")
+        told.prompt_logprobs.extend(scores)
+        _extend(told, tops, "prompt_top_ids", "prompt_top_logprobs")
+    _extend(told, outcome.standing, "held_uids", "held", "grow", "lacking")
+    _extend(told, outcome.failed, "failed_uids", "failed_messages")
+    _extend(told, outcome.found, "found_uids", "found_tokens")
+    if outcome.drafts:
+        _extend(told, outcome.drafts, "draft_uids", "draft_counts", "accepted_counts")
+        told.tried_by_depth.extend(outcome.tried)
+        told.kept_by_depth.extend(outcome.kept)
+    for uid, scores in outcome.scored:
+        _extend(told, [(uid, len(scores))], "scored_uids", "scored_counts")
+        told.scores.extend(scores)
+    _extend(told, outcome.searched, "searched_uids", "searched_tokens")
+    if outcome.grown:
+        told.grown.extend([grown_to(uid, grown) for uid, grown in outcome.grown])
+    return reply
+
+
+def _tell_numbers(told: wire.StepReply, step: int, outcome: Outcome) -> None:
+    told.step, told.seconds, told.ahead, told.exhausted = step, outcome.seconds, outcome.ahead, outcome.exhausted
+    told.mask_seconds, told.mask_wait_seconds = outcome.mask_seconds, outcome.mask_wait_seconds
+    told.free, told.cached, told.saved_pages, told.loaded_pages = outcome.free, outcome.cached, outcome.saved, outcome.loaded
+    told.prompt_tokens, told.restored_tokens = outcome.prompt_tokens, outcome.restored_tokens
+    told.cached_tokens, told.prompt_keys = outcome.cached_tokens, outcome.prompt_keys
+    told.decode_tokens, told.decode_keys = outcome.decode_tokens, outcome.decode_keys
+    told.drafted_tokens, told.accepted_tokens, told.rounds = outcome.drafted, outcome.accepted, outcome.rounds
+    told.draft_seconds, told.later_seconds = outcome.draft_seconds, outcome.later_seconds
+
+
+def _extend(told: wire.StepReply, rows: Listing[tuple[Any, ...]], *columns: str) -> None:
+    """Appends rows to columns. Most columns are empty: those are not touched, which would take as long as a few entries."""
+    if rows:
+        for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+            getattr(told, column).extend(values)
 
 
 def allowance_from(request: wire.PrefillRequest | wire.DecodeRequest) -> Allowance | None:

@@ -165,6 +165,7 @@ class Group:
     beginning: "Future[GrammarState] | None" = None  # the compiled grammar, once requested; on rank 0 only
     search: Search | None = None  # beam search: its sequences are beams, best first; it has one until its prompt is computed
     heirs: list[Sequence] = field(default_factory=list)  # beams that take the place of `sequences` when the step in flight lands
+    settled: int = 0  # full pages that all beams whose place they take share from the start
     most: int = 0  # pages that it may hold, heirs' included; 0: it never has heirs
     drafts: int = 0  # the most drafts per sequence in a step
     stops: tuple[str, ...] = ()  # strings that complete a beam

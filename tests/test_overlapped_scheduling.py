@@ -12,7 +12,7 @@ import pytest
 from penstock.proto import shard_pb2 as wire
 from penstock.router.policies import ChunkedPrefill
 from penstock.router.prefix_keys import PrefixKeys
-from penstock.router.scheduler import Action, Bounds, Filter, Job, Prefill, Report, Scheduler, most_pages
+from penstock.router.scheduler import Action, Bounds, Decode, Filter, Job, Prefill, Report, Scheduler, most_pages
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.messages import group_from, paused_to
 from penstock.shard.outcome import Outcome
@@ -44,6 +44,7 @@ class RandomTraffic:
         self.groups: dict[int, wire.Group] = {}
         self.running: dict[int, set[int]] = {}  # uid to unfinished choices
         self.unanswered: deque[tuple[Action, Any]] = deque()
+        self.begun = False  # the step after the one that was answered last had begun by then
         self.overlapped = self.preemptions = 0
 
     def run(self) -> None:
@@ -54,7 +55,8 @@ class RandomTraffic:
                 self._add_request()
             if self.running and self.rng.random() < 0.02:
                 self._cancel_request()
-            action = self.scheduler.next() if len(self.unanswered) < 2 else None
+            decodes = all(isinstance(action, Decode) for action, _ in self.unanswered)
+            action = self.scheduler.next() if len(self.unanswered) < 2 + (self.begun and decodes) else None
             if action is not None:
                 self.unanswered.append((action, self._execute(action)))
             elif self.unanswered:
@@ -119,6 +121,7 @@ class RandomTraffic:
             self.engine.land()
         outcome: Outcome = reply.result()
         assert not outcome.failed, "the scheduler was promised pages that are not free"
+        self.begun = outcome.ahead
         self.overlapped += outcome.ahead
         uids, held, grow, lacking = zip(*outcome.standing, strict=True) if outcome.standing else ((), (), (), ())
         report = Report(

@@ -15,7 +15,7 @@ from .expansion import Candidate
 from .hypotheses import Hypothesis, Path, Search
 from .sample import sampling_of
 from .sampler import Pick, Row
-from .strategy import NOT_FINITE, Child, Emitted, Finish, Grown, Verdict, finish_of
+from .strategy import NOT_FINITE, Emitted, Finish, Grown, Verdict, finish_of
 
 SCORE = attrgetter("score")
 NOTHING = "no continuation of any beam is possible"
@@ -63,8 +63,7 @@ class BeamSearch:
             return Verdict(rows, list(group.sequences), scores=[answer.score for answer in answers], grown=grown)
         emitted = _certain(group, live)
         search.streamed += len(emitted)
-        children = [Child(group.sequences[one.row], one.token, one.score, one.logprob, one.top) for one in live]
-        return Verdict(emitted, children=children, grown=grown, searched=length)
+        return Verdict(emitted, children=live, grown=grown, searched=length)
 
 
 def _search(group: Group) -> Search:

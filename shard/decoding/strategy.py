@@ -9,6 +9,7 @@ from typing import Protocol
 
 from ..sequence import Group, Sequence
 from ..step import Span
+from .expansion import Candidate
 from .sampler import Pick, Row
 
 NOT_FINITE = "the model's logits are not finite numbers: non_finite_logits"
@@ -38,17 +39,6 @@ class Emitted:
     finish: Finish
 
 
-@dataclass(slots=True)  # created many times a step: frozen ones take three times as long
-class Child:
-    """A beam that survives a step: a parent beam extended by one token."""
-
-    parent: Sequence
-    token: int
-    score: float
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Grown:
     """What a beam search step led to, for clients that watch the beams. Each entry: (rank of the parent beam, token, score)."""
@@ -64,7 +54,7 @@ class Verdict:
 
     emitted: Listing[Emitted] = ()
     ended: Listing[Sequence] = ()  # nothing more comes of them: their pages are freed
-    children: Listing[Child] = ()  # surviving beams, which replace all sequences, if there are any
+    children: Listing[Candidate] = ()  # of surviving beams, which replace all sequences, if there are any
     scores: list[float] | None = None  # of the answers, once a beam search has ended
     grown: Grown | None = None
     searched: int = 0  # output tokens of each beam, while a beam search goes on

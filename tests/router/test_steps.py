@@ -15,7 +15,7 @@ from penstock.router.batcher import Batcher
 from penstock.router.commands import group_of
 from penstock.router.drafting import Allowance
 from penstock.router.request import Beams, Broken, Finish, Grown, Prompt, Request, Token
-from penstock.router.scheduler import Decode, Filter
+from penstock.router.scheduler import Action, Decode, Filter, Prefill
 from penstock.router.steps import Steps, Underway
 from penstock.tests.router.fakes import FakeShards
 from penstock.tests.router.harness import expected_text, make_request, metric_value, read, run, until_idle
@@ -349,6 +349,35 @@ def test_overlap_sends_one_step_ahead_with_drafts_and_two_without(monkeypatch: p
         steps._underway.append(Underway(action, monotonic(), asyncio.get_running_loop().create_future()))
         steps.send_due()
         assert wanted == [1 if drafts else 2]
+
+    shards = FakeShards()
+    shards.info.overlaps = True
+    run(test, shards)
+
+
+@pytest.mark.parametrize(
+    ("action", "ahead", "seconds", "most"),
+    [
+        (Decode(), True, 0.002, [2, 3]),
+        (Decode(), True, 0.02, [2]),
+        (Decode(), False, 0.002, [2]),
+        (Prefill((), (), 8, True), True, 0.002, [2]),
+    ],
+    ids=["short", "long", "not begun", "prompts"],
+)
+def test_third_step_is_sent_ahead_of_short_decode_steps_once_the_first_has_begun(
+    monkeypatch: pytest.MonkeyPatch, action: Action, ahead: bool, seconds: float, most: list[int]
+) -> None:
+    """Groups say what they may take in two steps: one that the shards have begun when they say so is none of these."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        steps, wanted = steps_of(batcher), []
+        monkeypatch.setattr(batcher.scheduler, "report", lambda report: None)
+        monkeypatch.setattr(steps, "send", wanted.append)
+        steps._underway.append(Underway(action, monotonic(), asyncio.get_running_loop().create_future()))
+        steps._report(Decode(), seconds, shard_pb2.Reply(step=shard_pb2.StepReply(ahead=ahead)))
+        steps.send_due()
+        assert wanted == most
 
     shards = FakeShards()
     shards.info.overlaps = True

@@ -20,7 +20,6 @@ from penstock.shard.decoding.expansion import Beams, Candidate, expand
 from penstock.shard.decoding.hypotheses import Hypothesis, Path, Search, Stop
 from penstock.shard.decoding.sampler import Row, pick
 from penstock.shard.decoding.stops import StopStrings
-from penstock.shard.decoding.strategy import Child
 from penstock.shard.engine import Engine
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
@@ -270,7 +269,7 @@ def record_pages_and_forks(engine: Engine) -> tuple[list[int], list[int]]:
         peak.append(engine.pool.pages - engine.pool.free)
         return pages
 
-    def forked(group: Group, children: Sequence[Child]) -> None:
+    def forked(group: Group, children: Sequence[Candidate]) -> None:
         forks[0] += len(children)
         fork(group, children)
 

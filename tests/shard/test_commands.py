@@ -367,6 +367,20 @@ def test_step_begins_while_the_device_works_on_the_previous_one(recording: Recor
     assert recording.relayed[3:] == [("decode", 3), ("land", 0)]
 
 
+def test_nobody_waits_for_the_device_while_the_next_command_is_queued(recording: RecordingExecutor) -> None:
+    recording.overlaps = True
+    recording.hold()
+    router = FakeRouter(recording)
+    router.send(decode(1), decode(2))
+    router.start()
+    wait_until(lambda: recording.executor._count == 2)
+    recording.let(2)
+    for step in (1, 2):
+        recording.device.release()
+        assert router.take() == ("step", step)
+    assert len(recording.waited) == 1
+
+
 def test_step_in_flight_lands_before_a_command_of_another_kind(recording: RecordingExecutor) -> None:
     recording.overlaps = True
     router = FakeRouter(recording)
