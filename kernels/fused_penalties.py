@@ -10,7 +10,9 @@ A token that they name has a *mark*: bit i of word w of its row is token 32 w + 
 reads a thirty-second more; counts and new logits fill few cache lines; and nothing is kept or cleared from step to step.
 
 One program does all of this for a row, before anything else reads the logits: it sets marks with atomics, sums them up, counts
-occurrences by slot, and computes new logits. Where a token occurs several times, several threads write XX"""
+occurrences by slot, and computes new logits. Where a token occurs several times, several threads write the same number. For every
+32 tokens it also keeps the largest new logit, so that a reader needs the single ones only where it needs single tokens.
+"""
 
 from dataclasses import dataclass
 
@@ -23,12 +25,10 @@ from .compilation import EARLY_TARGETS, Compilation
 from .dependent_launch import begin_early, wait
 from .sampling import LARGEST, Penalties
 
-# Entries of `Penalties`, or words of marks, that a program works on at once: so few that registers leave room for two programs on a
-# processor.
-ENTRIES, WARPS = 1024, 16
+ENTRIES = 2048  # entries of `Penalties` that a program works on at once
+WARPS = 8
 MOST = tl.constexpr(LARGEST)
-# Of `marks`: marks, the slot of each word's first, and the key of its largest new logit that a grammar allows.
-PLANES = tl.constexpr(3)
+PLANES = tl.constexpr(3)  # of `marks`: marks, slots of each word's first mark, keys of the largest new logits
 NOTHING = tl.constexpr(-0x7F800001)  # the key of -inf
 
 
@@ -57,7 +57,7 @@ def _ones(words):  # type: ignore[no-untyped-def]
 @triton.jit
 def slots(words, firsts, token):  # type: ignore[no-untyped-def]
     """Where new logits of tokens with a mark stand. words: of `marks`; firsts: the slots of their first marks."""
-    return firsts + _ones(words & ~(-1 << (token % 32)))
+    return firsts + _ones(words & ~(-1 << (token % 32).to(tl.int32)))
 
 
 @triton.jit
@@ -89,21 +89,21 @@ def _mark(marks, ids, start, end, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     """Sets the marks of some entries of a row."""
     for first in range(start, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
-        token = tl.load(ids + entry, mask=entry < end, other=0).to(tl.int32)
-        tl.atomic_or(marks + token // 32, 1 << (token % 32), mask=entry < end, sem="relaxed")
+        token = tl.load(ids + entry, mask=entry < end, other=0)
+        tl.atomic_or(marks + token // 32, (1 << (token % 32)).to(tl.int32), mask=entry < end, sem="relaxed")
 
 
 @triton.jit
 def _raise(marks, mask, words, mask_stride, token, value, inside):  # type: ignore[no-untyped-def]
     """Raises the largest of each 32 tokens to new logits of those that a grammar allows."""
     allowed = tl.load(mask + token // 32, mask=inside & (token // 32 < mask_stride), other=-1)
-    inside = inside & (((allowed >> (token % 32)) & 1) != 0)
+    inside = inside & (((allowed >> (token % 32).to(tl.int32)) & 1) != 0)
     tl.atomic_max(marks + 2 * words + token // 32, key_of(value), mask=inside, sem="relaxed")
 
 
 @triton.jit(
     do_not_specialize=["entries", "biased", "mask_stride"],
-    do_not_specialize_on_alignment=["own", "extras", "rows", "ids", "output", "bias_rows", "bias_ids", "bias_values"],
+    do_not_specialize_on_alignment=["extras", "rows", "ids", "output", "bias_rows", "bias_ids", "bias_values"],
 )
 def penalize_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
@@ -111,7 +111,6 @@ def penalize_kernel(
     marks: tl.tensor,  # [rows, PLANES, words] int32, out
     changes: tl.tensor,  # [entries + biases] float32, out: new logits by slots
     counts: tl.tensor,  # [entries + biases] int32: room for counts
-    own: tl.tensor,  # [entries] int32: room for their slots
     extras: tl.tensor,  # [entries + biases] float32: room for biases; unused if there are none
     rows: tl.tensor,  # [entries], sorted
     ids: tl.tensor,
@@ -127,6 +126,7 @@ def penalize_kernel(
     stride: tl.tensor,
     words: tl.tensor,
     mask_stride: tl.tensor,
+    WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
@@ -136,10 +136,9 @@ def penalize_kernel(
     logits += row * stride
     mask += row * mask_stride
     marks += row * PLANES * words
-    for first in range(0, words, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        tl.store(marks + place, 0, mask=place < words)
-        tl.store(marks + 2 * words + place, NOTHING, mask=place < words)
+    place = tl.arange(0, WORDS)
+    tl.store(marks + place, 0, mask=place < words)
+    tl.store(marks + 2 * words + place, NOTHING, mask=place < words)
     start, end = _range(rows, entries, row, BLOCK // 2)
     bias_start, bias_end = _range(bias_rows, biased, row, BLOCK // 2)
     base, top = start + bias_start, end + bias_end
@@ -153,25 +152,20 @@ def penalize_kernel(
         _mark(marks, ids, start, end, BLOCK)
         _mark(marks, bias_ids, bias_start, bias_end, BLOCK)
         tl.debug_barrier()
-        before = base
-        for first in range(0, words, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            number = _ones(tl.load(marks + place, mask=place < words, other=0))
-            tl.store(marks + words + place, before + tl.cumsum(number, 0) - number, mask=place < words)
-            before += tl.sum(number, 0)
+        number = _ones(tl.load(marks + place, mask=place < words, other=0))
+        tl.store(marks + words + place, base + tl.cumsum(number, 0) - number, mask=place < words)
         tl.debug_barrier()
         factor, by_count, by_presence = tl.load(repetition + row), tl.load(frequency + row), tl.load(presence + row)
-        for first in range(start, end, BLOCK):
-            entry = first + tl.arange(0, BLOCK)
-            token = tl.load(ids + entry, mask=entry < end, other=0).to(tl.int32)
-            slot = _slots(marks, words, token, entry < end)
-            tl.store(own + entry, slot, mask=entry < end)
-            if (by_count != 0.0) | (by_presence != 0.0):
+        if (by_count != 0.0) | (by_presence != 0.0):
+            for first in range(start, end, BLOCK):
+                entry = first + tl.arange(0, BLOCK)
                 counted = tl.load(output + entry, mask=entry < end, other=0.0).to(tl.int32)
+                token = tl.load(ids + entry, mask=entry < end, other=0)
+                slot = _slots(marks, words, token, entry < end)
                 tl.atomic_add(counts + slot, counted, mask=(entry < end) & (counted != 0), sem="relaxed")
         for first in range(bias_start, bias_end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
-            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0).to(tl.int32)
+            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0)
             bias = tl.load(bias_values + entry, mask=entry < bias_end, other=0.0)
             slot = _slots(marks, words, token, entry < bias_end)
             value = tl.load(logits + token, mask=entry < bias_end, other=0.0) + bias
@@ -181,9 +175,9 @@ def penalize_kernel(
         for first in range(start, end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
             inside = entry < end
-            token = tl.load(ids + entry, mask=inside, other=0).to(tl.int32)
+            token = tl.load(ids + entry, mask=inside, other=0)
             value = tl.load(logits + token, mask=inside, other=0.0)
-            slot = tl.load(own + entry, mask=inside, other=0)  # by the thread that has stored it
+            slot = _slots(marks, words, token, inside)
             count = tl.load(counts + slot, mask=inside, other=0).to(tl.float32)
             value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
             value = tl.clamp(value, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
@@ -196,7 +190,7 @@ def penalize_kernel(
         tl.debug_barrier()
         for first in range(bias_start, bias_end, BLOCK):
             entry = first + tl.arange(0, BLOCK)
-            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0).to(tl.int32)
+            token = tl.load(bias_ids + entry, mask=entry < bias_end, other=0)
             value = tl.load(changes + _slots(marks, words, token, entry < bias_end), mask=entry < bias_end, other=0.0)
             _raise(marks, mask, words, mask_stride, token, value, entry < bias_end)
 
@@ -205,7 +199,7 @@ def penalize_kernel(
 class Changes:
     """Logits that penalties and biases have changed."""
 
-    marks: Tensor  # [rows, PLANES, words] int32
+    marks: Tensor  # [rows, PLANES, words] int32: bits of tokens; the slot of each word's first token; key of its largest new logit
     logits: Tensor  # [entries + biases] float32: the new ones by slots
 
 
@@ -216,13 +210,12 @@ def change(logits: Tensor, penalties: Penalties, mask: Tensor | None) -> Changes
     words = triton.cdiv(logits.shape[1], 512) * 16
     marks = torch.empty(len(logits), PLANES.value, words, dtype=torch.int32, device=logits.device)
     changes, extras = torch.empty(2, entries + biased, device=logits.device).unbind()
-    counts, own = torch.empty(2, entries + biased, dtype=torch.int32, device=logits.device).unbind()
     penalize_kernel[(len(logits),)](
-        logits, mask if mask is not None else marks, marks, changes, counts, own, extras,
+        logits, mask if mask is not None else marks, marks, changes, torch.empty_like(changes, dtype=torch.int32), extras,
         penalties.rows, penalties.ids, penalties.output, penalties.bias_rows, penalties.bias_ids, penalties.bias_values,
         penalties.repetition, penalties.frequency, penalties.presence, entries, biased, logits.stride(0), words,
-        mask.stride(0) if mask is not None else 0, BLOCK=ENTRIES, num_warps=WARPS, enable_fp_fusion=False,
-        **begin_early(logits.device),
+        mask.stride(0) if mask is not None else 0, WORDS=triton.next_power_of_2(words), BLOCK=ENTRIES, num_warps=WARPS,
+        enable_fp_fusion=False, **begin_early(logits.device),
     )  # fmt: skip
     return Changes(marks, changes)
 
@@ -230,16 +223,14 @@ def change(logits: Tensor, penalties: Penalties, mask: Tensor | None) -> Changes
 def compilations() -> list[Compilation]:
     """For the vocabulary of Llama 3."""
     types = dict.fromkeys(("logits", "changes", "extras", "output", "bias_values", "repetition", "frequency", "presence"), "*fp32")
-    types |= dict.fromkeys(("rows", "ids", "bias_rows", "bias_ids"), "*i64") | dict.fromkeys(
-        ("mask", "marks", "counts", "own"), "*i32"
-    )
+    types |= dict.fromkeys(("rows", "ids", "bias_rows", "bias_ids"), "*i64") | dict.fromkeys(("mask", "marks", "counts"), "*i32")
     types |= dict.fromkeys(("stride", "words"), "i32:16") | dict.fromkeys(("mask_stride", "entries", "biased"), "i32")
     return [
         Compilation(
             kernel=penalize_kernel,
             name=f"sampling penalize{' early' * early}",
             types=types,
-            constants={"BLOCK": ENTRIES, "EARLY": early},
+            constants={"WORDS": 4096, "BLOCK": ENTRIES, "EARLY": early},
             warps=WARPS,
             early=early,
             targets=EARLY_TARGETS if early else (),

@@ -91,8 +91,7 @@ def survey_kernel(
     stride: tl.tensor,
     mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    PENALIZED: tl.constexpr,
-    MASKED: tl.constexpr,
+    CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
     EARLY: tl.constexpr,
@@ -104,20 +103,18 @@ def survey_kernel(
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
     values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
-    taken, words = tl.full([SIZE // 32], -1, tl.int32), mark_stride // PLANES
-    if PENALIZED:  # loaded together with the logits
+    if CHANGED:
+        allowed = tl.load(mask + row * mask_stride + places, mask=(places * 32 < vocabulary) & (places < mask_stride), other=-1)
+        some = (places * 32 < vocabulary) & (places < mark_stride)
         marks += row * mark_stride + places
-        taken = ~tl.load(marks, mask=places < words, other=0)
-        changed = tl.load(marks + 2 * words, mask=places < words, other=NOTHING)
-    if MASKED:
-        taken = taken & tl.load(mask + row * mask_stride + places, mask=places < mask_stride, other=-1)
-    largest = tl.max(values, 1)
-    peak = tl.max(largest, 0)
-    if PENALIZED or MASKED:
+        taken = allowed & ~tl.load(marks, mask=some, other=0)
+        changed = tl.load(marks + 2 * (mark_stride // PLANES), mask=some, other=NOTHING)
+        peak = tl.max(values)
         bits = taken[:, None] & (1 << tl.arange(0, 32))[None, :]
-        largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
-    if PENALIZED:
-        largest = tl.maximum(largest, value_of(changed))
+        largest = tl.maximum(tl.max(tl.where(bits != 0, values, float("-inf")), 1), value_of(changed))
+    else:
+        largest = tl.max(values, 1)
+        peak = tl.max(largest, 0)
     # Where all are -inf the difference would be NaN.
     sum_of_part = tl.sum(tl.sum(nearly_exp(values - tl.where(peak == float("-inf"), 0.0, peak), CUDA), 1), 0)
     tl.store(peaks + row * tl.num_programs(1) + part, peak)
@@ -594,8 +591,8 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     changes = change(logits, penalties, mask) if penalties is not None else None
     given = Given(logits, changes, mask)
     survey_kernel[(rows, parts)](
-        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, PENALIZED=penalties is not None,
-        MASKED=mask is not None, SIZE=SPLIT, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
+        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
+        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
     )  # fmt: skip
     tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
@@ -648,9 +645,8 @@ def compilations() -> list[Compilation]:
     split, plain = {"CHANGED": True, "SIZE": SPLIT}, {"CHANGED": False, "SIZE": SPLIT}
     few = {"CHANGED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
     cases = [
-        ("survey", survey_kernel, {**split, "PENALIZED": True, "MASKED": True}, WARPS),
-        ("survey penalized", survey_kernel, {**split, "PENALIZED": True, "MASKED": False}, WARPS),
-        ("survey plain", survey_kernel, {**split, "PENALIZED": False, "MASKED": False}, WARPS),
+        ("survey", survey_kernel, split, WARPS),
+        ("survey plain", survey_kernel, plain, WARPS),
         ("weigh", weigh_kernel, split, WARPS),
         ("filter", filter_kernel, few, WARPS),
         ("filter plain", filter_kernel, {**few, **plain}, WARPS),

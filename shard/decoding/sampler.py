@@ -7,7 +7,6 @@ Everything runs on rank 0: the other ranks receive the tokens.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Generic, TypeVar
 
 import numpy
@@ -118,9 +117,9 @@ def compile_kernels(vocabulary: int, device: torch.device) -> None:
     otherwise wait seconds for them."""
     logits = torch.zeros(1, vocabulary, device=device)
     row = Row(Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, bias=((0, 1.0),)), [0], 1, 0, top_n=1)
-    everything = torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device)
-    for own, mask in product((Row(Sampling(temperature=1.0, top_p=0.9), [0], 1, 0), row), (None, everything)):
-        pick(logits, [own], mask)
+    pick(logits, [Row(Sampling(temperature=1.0, top_p=0.9), [0], 1, 0)])
+    pick(logits, [row])
+    pick(logits, [row], torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
     continuations(logits, [0.0], [RowSet(0, 1, 2, 2)])
     key = (torch.zeros(1, dtype=torch.int64, device=device),) * 3
     noise.gumbel_all(*key, vocabulary)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 pytest.importorskip("triton")
 
@@ -346,8 +345,8 @@ def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penaltie
 
 
 def penalized(logits: Tensor, penalties: Penalties, mask: Tensor | None = None) -> Tensor:
-    """Logits with those that Triton's penalties change. Checks that these have marks and slots of their own, and what the
-    largest of 32 are, of those that are allowed."""
+    """Logits with those that Triton's penalties change. Checks that these have marks and slots of their own, and what their largest
+    ones are, of those that are allowed."""
     vocabulary = logits.shape[1]
     changes, ids = change(logits, penalties, mask), torch.arange(vocabulary, device=DEVICE)
     assert changes.marks.shape[2] * 32 >= vocabulary
@@ -357,14 +356,17 @@ def penalized(logits: Tensor, penalties: Penalties, mask: Tensor | None = None) 
     named = torch.zeros(marked.shape, dtype=torch.int64, device=DEVICE).flatten(1)
     named[penalties.rows, penalties.ids] = named[penalties.bias_rows, penalties.bias_ids] = 1
     assert marked.flatten(1).equal(named.int())
+    own = named.sum(1) > 0
     slots = (firsts + marked.cumsum(2) - marked).flatten(1)
     assert len(slots[named != 0].unique()) == named.sum()
-    changed = changes.logits[slots.clamp(0, len(changes.logits) - 1)][:, :vocabulary]
-    unnamed = named[:, :vocabulary] == 0
-    excluded = unnamed if mask is None else unnamed | ((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0)
-    padded = functional.pad(changed.masked_fill(excluded, -torch.inf), (0, named.shape[1] - vocabulary), value=-torch.inf)
-    keys = padded.unflatten(1, (-1, 32)).amax(-1).view(torch.int32)
-    assert largest.squeeze(2).equal(keys ^ ((keys >> 31) & 0x7FFFFFFF))
+    changed = changes.logits[slots.clamp(0, len(changes.logits) - 1)].masked_fill(named == 0, -torch.inf)
+    allowed = changed
+    if mask is not None:
+        allowed = changed[:, :vocabulary].masked_fill((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0, -torch.inf)
+        allowed = torch.nn.functional.pad(allowed, (0, changed.shape[1] - vocabulary), value=-torch.inf)
+    keys = allowed.unflatten(1, (-1, 32)).amax(-1).view(torch.int32)
+    assert largest.squeeze(2)[own].equal((keys ^ ((keys >> 31) & 0x7FFFFFFF))[own])
+    assert bool((largest[~own] == fused_penalties.NOTHING.value).all())
     return torch.where(named[:, :vocabulary] != 0, changed[:, :vocabulary], logits)
 
 
