@@ -8,8 +8,8 @@ which may still run. That the one before is over then means that those before it
 On CUDA devices from Hopper on; `enabled` turns it off. Attention takes part, its merge, and rotary before it: measured on an H200,
 2026-11-26, steps of an 8 B model with 32 and 256 rows of 1,024 tokens took 5.79 and 15.5 ms, 5.95 and 15.5 without, at 0.880 and
 0.858 of the rate that their bytes and operations allow. Attention reads its plan and prefetches its first keys before it waits: one
-row of 512 keys takes 6.7 us instead of 7.6, 16 of 2,048 40.0 instead of 41.2 (2026-11-27). The kernels of sampling take part, too:
-256 rows greedily in 41 us instead of 43, with filters and penalties in 100 instead of 103.
+row of 512 keys takes 6.7 us instead of 7.6, 16 of 2,048 40.0 instead of 41.2 (2026-11-27). The kernels of sampling take part, too,
+but for `weigh` and the narrowing: 256 rows greedily in 41 us instead of 43, with filters and penalties in 100 instead of 103.
 
 Matrix products of few rows, norms and activations take no part: each time it took longer. One row, where products let the next
 kernel begin when they began themselves: 4.42 ms, 4.17 without (2026-11-26); with prefetches of weights until they may begin 4.77,

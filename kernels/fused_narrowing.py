@@ -200,7 +200,7 @@ def finish_kernel(
             masses = tl.where(full, tl.exp(scores), 0.0)
             least = key_of(tl.min(tl.where(full, scores, 0.0), 0))
             least = tl.maximum(least, threshold_of(key_of(scores), masses, target - above))
-            # By rounding those above may have all that is wanted, of which the tokens listed would all be left out, and more.
+            # By rounding those above may have all that is wanted: then no key is too high for the threshold. They all stay.
             least = tl.minimum(least, key_of(tl.div_rn(high - best, heat)))
         tl.store(limits + row, lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
 

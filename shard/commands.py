@@ -22,8 +22,8 @@ from ..proto import shard_pb2 as wire
 
 log = logging.getLogger(__name__)
 
-# Backpressure: commands of a stream that were received and whose replies have not been sent. A router has two steps in flight and a
-# few commands between them; one that doesn't read its replies gets no further command received.
+# Backpressure: commands of a stream that were received and whose replies have not been sent. A router has three steps in flight at
+# most, and a few commands between them; one that doesn't read its replies gets no further command received.
 AHEAD = 8
 
 Result = TypeVar("Result")

@@ -409,12 +409,13 @@ class Engine:
         if flight is None:
             return
         outcome, picks = flight.outcome, flight.pending.take()
+        done = flight.done or time.perf_counter()  # while a command is queued nobody else waits for the device
         if flight.masks is not None:
             outcome.mask_seconds, outcome.mask_wait_seconds = flight.masks.seconds, flight.masks.waited
         landing.conclude(flight.runs, picks, self.books, self.cache, outcome)
         outcome.exhausted = self.memory_fallback.take()
         # The device starts an overlapped step when it is done with the one before: only from then on its time is counted.
-        over = flight.done if outcome.ahead and flight.done else time.perf_counter()
+        over = done if outcome.ahead else time.perf_counter()
         outcome.seconds, self._free = over - max(flight.began, self._free) + outcome.draft_seconds, over
         flight.landed.set_result(outcome)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.kernels import dispatch, lookahead, reference
+from penstock.kernels import dispatch, lookahead, reference, transfer
 from penstock.kernels.beam import RowSet, living
 from penstock.kernels.sampling import allow
 from penstock.shard.decoding import sampler
@@ -679,9 +679,11 @@ def device(monkeypatch: pytest.MonkeyPatch, shapes: int | None = None) -> Iterat
     for kind in (triton.JITFunction, InterpretedFunction):
         monkeypatch.setattr(kind, "__getitem__", lambda self, grid: lambda *args, **kwargs: launch(self, grid, args, kwargs))
     try:
+        transfer._stream.cache_clear()
         with Device():
             yield activity
     finally:
+        transfer._stream.cache_clear()  # a GPU of the same name has others
         large = None
         _pinned.clear()
         _set_device(0)

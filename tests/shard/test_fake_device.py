@@ -40,7 +40,7 @@ from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.service import Service
 from penstock.shard.weights import Weights
-from penstock.tests.shard import fake_cuda, lora, packing, test_draft_head, tiny, vision_models
+from penstock.tests.shard import fake_cuda, lora, packing, stream_order, test_draft_head, tiny, vision_models
 from penstock.tests.shard.fake_cuda import Activity
 from penstock.tests.shard.test_weights import LoadingRank
 
@@ -276,6 +276,25 @@ def test_inputs_are_written_beside_kernels_only_after_a_graph_has_read_them(
         engine.forward._padded([step.Span(sequence, 0, [5])], 1, None)
     assert seen == [before] * 2 + [None] * 2
     assert before not in (None, *events)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("speculate", "lacking"), [("", ""), ("", "wait_event"), ("", "wait_stream"), ("draft=EAGLE,tokens=2", "")]
+)
+def test_copies_beside_kernels_wait_for_these_and_these_for_them(
+    activity: Activity, speculate: str, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what does not wait is found."""
+    if lacking:
+        monkeypatch.setattr(stream_order.Stream, lacking, lambda self, other: None)
+    with stream_order.watched(monkeypatch) as order:
+        engine = engine_of(speculate)
+        for name in DRAFT_SCENARIOS if speculate or lacking else SCENARIOS:
+            overlapped(engine, SCENARIOS[name]())
+    assert order.done["copy_", False] > 20
+    assert order.done["to", False] > 20
+    assert bool(order.races) == bool(lacking), order.races
 
 
 @pytest.mark.parametrize("graphs", [False, True])

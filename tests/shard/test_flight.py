@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.shard import logits
+from penstock.shard import landing, logits
 from penstock.shard.decoding.budget import Allowance, LinearCost
 from penstock.shard.decoding.expansion import Candidate
 from penstock.shard.decoding.hypotheses import Search, Stop, candidates_of
@@ -444,6 +444,17 @@ def test_step_times_sum_to_no_more_than_the_elapsed_time(audited_engine: type[Au
     assert sum(outcome.ahead for outcome in outcomes) > 15
     assert all(outcome.seconds >= 0 for outcome in outcomes)
     assert sum(outcome.seconds for outcome in outcomes) <= time.perf_counter() - began
+
+
+def test_while_a_step_is_concluded_the_next_ones_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no thread waits for the device, as none does while commands are queued."""
+    engine, original = tiny.engine("llama", ahead=True), landing.conclude
+    monkeypatch.setattr(landing, "conclude", lambda *arguments: (time.sleep(0.5), original(*arguments)))
+    first = engine.begin_prefill(1, [tiny.group(1, (1, 2, 3), 20)], [(1, 100)], 100, [1])
+    second = engine.begin_decode([1])
+    engine.land()
+    assert first.result(0).ahead
+    assert first.result(0).seconds < 0.5 < second.result(0).seconds
 
 
 def test_beams_and_drafts_in_one_batch_are_the_same_with_overlapped_steps() -> None:
