@@ -139,13 +139,15 @@ def _pooled(bench: Bench, rows: int, dtype: torch.dtype) -> float:
 
 def ngrams_and_streams(bench: Bench, chance: random.Random, dtype: torch.dtype) -> float:
     """What `gpu_checks_ngrams` has, against the CPU."""
-    worst = 0.0
+    worst, tolerance = 0.0, ROUNDINGS[dtype]
+    if bench.tiny and dtype == torch.bfloat16:  # which the interpreter cuts off instead of rounding
+        tolerance *= 2
     for run in gpu_checks_ngrams.runs(chance, dtype, bench.tiny):
         with poisoned():
             ours = run(bench.device)
         with dispatch.forced("reference"):
             theirs = run(torch.device("cpu"))
-        worst = max(worst, *(error(one.cpu(), other, ROUNDINGS[dtype]) for one, other in zip(ours, theirs, strict=True)))
+        worst = max(worst, *(error(one.cpu(), other, tolerance) for one, other in zip(ours, theirs, strict=True)))
     return worst
 
 
