@@ -81,18 +81,15 @@ def _asked(rows: int, vocabulary: int, chance: random.Random) -> tuple[Draws, Pe
         choices=torch.arange(rows) % 3,
         positions=torch.arange(rows) * 7,
     )
-    entries = 20 * rows
-    bias_rows = torch.arange(0, rows, 2)
+    ids = torch.stack([torch.randperm(vocabulary)[:20] for _ in range(rows)])
     penalties = Penalties(
-        rows=torch.randint(0, rows, (entries,)).sort().values,
-        ids=torch.randint(0, vocabulary, (entries,)),
-        output=(torch.rand(entries) < 0.6).float(),
+        starts=torch.arange(0, 20 * rows + 1, 20, dtype=torch.int32),
+        ids=ids.flatten().int(),
+        counts=torch.randint(-1, 3, (20 * rows,), dtype=torch.int32),
+        biases=torch.randn(20 * rows) * 5 * (torch.rand(20 * rows) < 0.05),
         repetition=torch.rand(rows) + 0.7,
         frequency=torch.randn(rows),
         presence=torch.randn(rows),
-        bias_rows=bias_rows,
-        bias_ids=torch.randint(0, vocabulary, (len(bias_rows),)),
-        bias_values=torch.randn(len(bias_rows)) * 5,
     )
     mask = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32))).int()
     mask[:, 0] |= 1  # every row allows at least one token

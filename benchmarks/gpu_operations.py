@@ -290,18 +290,15 @@ def _draws(bench: Bench, rows: int, fields: dict[str, float]) -> Draws:
 
 
 def _penalties(bench: Bench, rows: int, vocabulary: int) -> Penalties:
-    entries = 20 if bench.tiny else 1000
-    device = bench.device
+    entries, device = 20 if bench.tiny else 1000, bench.device
     return Penalties(
-        rows=torch.arange(rows, device=device).repeat_interleave(entries),
-        ids=torch.randint(0, vocabulary, (rows * entries,), device=device),
-        output=(torch.rand(rows * entries, device=device) < 0.5).float(),
+        starts=torch.arange(0, (rows + 1) * entries, entries, dtype=torch.int32, device=device),
+        ids=torch.rand(rows, vocabulary, device=device).topk(entries).indices.int().flatten(),
+        counts=torch.randint(0, 2, (rows * entries,), dtype=torch.int32, device=device),
+        biases=torch.empty(0, device=device),
         repetition=torch.full((rows,), 1.1, device=device),
         frequency=torch.full((rows,), 0.1, device=device),
         presence=torch.full((rows,), 0.1, device=device),
-        bias_rows=torch.empty(0, dtype=torch.int64, device=device),
-        bias_ids=torch.empty(0, dtype=torch.int64, device=device),
-        bias_values=torch.empty(0, device=device),
     )
 
 

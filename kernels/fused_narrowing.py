@@ -15,7 +15,6 @@ from torch import Tensor
 from .compilation import Compilation
 from .dispatch import on_nvidia
 from .fused_noise import nearly_exp
-from .fused_penalties import key_of
 from .row_logits import (
     LOWEST,
     PER_ROW,
@@ -24,6 +23,7 @@ from .row_logits import (
     Given,
     compilations_of,
     far_limit,
+    key_of,
     logits_at,
     lowest_logit,
     lowest_score,
@@ -60,18 +60,16 @@ def _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS: tl.constexp
 
 
 @triton.jit
-def _part(given, part, best, heat, vocabulary, SIZE: tl.constexpr, CHANGED: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part(given, part, best, heat, vocabulary, SIZE: tl.constexpr, MASKED: tl.constexpr, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     """The logits of a part, and their masses, the largest of the row having 1."""
     column = part * SIZE + tl.arange(0, SIZE)
-    values = logits_at(given, column, column < vocabulary, CHANGED)
+    values = logits_at(given, column, column < vocabulary, MASKED)
     return values, nearly_exp((values - best) * tl.div_rn(1.0, heat), CUDA)
 
 
 @triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def narrow_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
     mask: tl.tensor,
     temperature: tl.tensor,
     bests: tl.tensor,
@@ -81,11 +79,10 @@ def narrow_kernel(
     sums: tl.tensor,  # [rounds, rows, parts, PIVOTS] float32, out: mass that is not below each of PIVOTS numbers
     vocabulary: tl.tensor,
     stride: tl.tensor,
-    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
     parts: tl.tensor,
     rounds: tl.tensor,  # before this one
-    CHANGED: tl.constexpr,
+    MASKED: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     OWN: tl.constexpr,
@@ -98,10 +95,10 @@ def narrow_kernel(
         best, heat = tl.load(bests + row), tl.load(temperature + row)
         pivot = tl.arange(0, PIVOTS)
         pivots = _between(low, high, pivot)
-        given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
+        given = row_logits(logits, mask, row, stride, mask_stride)
         sums += (rounds * tl.num_programs(0) + row) * parts * PIVOTS
         for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
-            values, masses = _part(given, part, best, heat, vocabulary, SIZE, CHANGED, CUDA)
+            values, masses = _part(given, part, best, heat, vocabulary, SIZE, MASKED, CUDA)
             above = tl.where(values[None, :] >= pivots[:, None], masses[None, :], 0.0)
             tl.store(sums + part * PIVOTS + pivot, tl.sum(above, 1))
 
@@ -109,8 +106,6 @@ def narrow_kernel(
 @triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def list_between_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
     mask: tl.tensor,
     temperature: tl.tensor,
     bests: tl.tensor,
@@ -123,11 +118,10 @@ def list_between_kernel(
     higher: tl.tensor,  # [rows, parts] float32, out: mass of those above
     vocabulary: tl.tensor,
     stride: tl.tensor,
-    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
     parts: tl.tensor,
     rounds: tl.tensor,
-    CHANGED: tl.constexpr,
+    MASKED: tl.constexpr,
     SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     OWN: tl.constexpr,
@@ -138,9 +132,9 @@ def list_between_kernel(
     if tl.load(targets + row) > 0.0:
         low, high = _narrowed(lows, highs, targets, sums, row, parts, rounds, PARTS)
         best, heat = tl.load(bests + row), tl.load(temperature + row)
-        given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
+        given = row_logits(logits, mask, row, stride, mask_stride)
         for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
-            values, masses = _part(given, part, best, heat, vocabulary, SIZE, CHANGED, CUDA)
+            values, masses = _part(given, part, best, heat, vocabulary, SIZE, MASKED, CUDA)
             taken = (values >= low) & (values < high) & (values > float("-inf"))
             number = taken.to(tl.int32)
             to, place = tl.cumsum(number, 0) - number, row * parts + part
@@ -152,8 +146,6 @@ def list_between_kernel(
 @triton.jit(do_not_specialize=["parts", "rounds", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def finish_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
     mask: tl.tensor,
     temperature: tl.tensor,
     top_p: tl.tensor,
@@ -169,11 +161,10 @@ def finish_kernel(
     limits: tl.tensor,  # [rows] float32, out
     vocabulary: tl.tensor,
     stride: tl.tensor,
-    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
     parts: tl.tensor,
     rounds: tl.tensor,
-    CHANGED: tl.constexpr,
+    MASKED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CUDA: tl.constexpr,
@@ -189,8 +180,8 @@ def finish_kernel(
         least = tl.full((), LOWEST, tl.int32)
         if tl.max(numbers, 0) > SLOTS:
             p, k = tl.load(top_p + row), tl.zeros((), tl.int64)
-            given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
-            least = far_limit(given, best, heat, k, p, vocabulary, CHANGED, BLOCK)
+            given = row_logits(logits, mask, row, stride, mask_stride)
+            least = far_limit(given, best, heat, k, p, vocabulary, MASKED, BLOCK)
         elif low > float("-inf"):
             above = tl.sum(tl.load(higher + row * parts + part, mask=part < parts, other=0.0), 0)
             slot = tl.arange(0, PARTS * SLOTS)
@@ -232,11 +223,11 @@ def narrow(given: Given, draws: Draws, bests: Tensor, bracket: Sequence[Tensor],
 
 
 def compilations() -> list[Compilation]:
-    """With penalties and a grammar's mask, and one without."""
-    shape = {"CHANGED": True, "SIZE": 4096, "PARTS": 32, "OWN": PARTS_AT_ONCE, "BLOCK": 4096}
+    """With a grammar's mask, and one without."""
+    shape = {"MASKED": True, "SIZE": 4096, "PARTS": 32, "OWN": PARTS_AT_ONCE, "BLOCK": 4096}
     cases = [
         ("narrow", narrow_kernel, shape, WARPS),
-        ("narrow plain", narrow_kernel, {**shape, "CHANGED": False}, WARPS),
+        ("narrow plain", narrow_kernel, {**shape, "MASKED": False}, WARPS),
         ("list between", list_between_kernel, shape, WARPS),
         ("finish", finish_kernel, shape, WARPS),
     ]

@@ -27,7 +27,7 @@ threshold by bisection over the bits of a float, each step a pass over the row (
 over all tokens, as rows without filters are (`draw`). Exact noise takes 150 instructions, so there all tokens get noise that is off
 by a known bound, and only those that may be the largest are compared exactly (`settle`).
 
-Logits that penalties change stand beside the others (`fused_penalties`), which are worked out before the survey.
+Penalties change logits between survey and filter (`fused_penalties`), and `settle` puts the old ones back.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ from .dependent_launch import begin_early, wait
 from .dispatch import on_nvidia
 from .fused_narrowing import narrow
 from .fused_noise import NEARLY, gumbel_of_ids, nearly_exp, nearly_gumbel_of_quads
-from .fused_penalties import NOTHING, PLANES, change, key_of, value_of
+from .fused_penalties import change, put_back
 from .row_logits import (
     LOWEST,
     PER_ROW,
@@ -51,12 +51,14 @@ from .row_logits import (
     Given,
     compilations_of,
     far_limit,
+    key_of,
     logits_at,
     lowest_logit,
     lowest_score,
     middle_of,
     row_logits,
     threshold_of,
+    value_of,
 )
 from .sampling import Draws, Penalties
 
@@ -68,6 +70,7 @@ FEW = 256  # so many or fewer gathered logits are each compared with each other
 DRAW_PARTS = 4  # parts of a program of `draw`: programs that find their row finished take time, too
 VAGUE = tl.constexpr(1 << 30)  # more than there are tokens
 SCANNED = tl.constexpr(128)  # tokens that `settle` compares at once
+RESTORED = tl.constexpr(1024)  # entries of penalties that it puts back at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,36 +85,29 @@ class Sampled:
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
 def survey_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    marks: tl.tensor,  # [rows, PLANES, words] int32; unused with a stride of 0
     mask: tl.tensor,  # [rows, words] int32; unused with a stride of 0
     maxima: tl.tensor,  # [rows, 32 programs' maxima]
     peaks: tl.tensor,  # [rows, programs]
     sums: tl.tensor,  # [rows, programs]
     vocabulary: tl.tensor,
     stride: tl.tensor,
-    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    CHANGED: tl.constexpr,
+    MASKED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """Surveys SIZE logits of one row: their maximum and sum of exponentials; and the bucket maxima of allowed ones, new ones in
-    place of those with a mark."""
+    """Surveys SIZE logits of one row: their maximum and sum of exponentials; and the bucket maxima of allowed ones."""
     wait(EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = part * (SIZE // 32) + tl.arange(0, SIZE // 32)
     column = places[:, None] * 32 + tl.arange(0, 32)[None, :]
     values = tl.load(logits + row * stride + column, mask=column < vocabulary, other=float("-inf"))
-    if CHANGED:
+    if MASKED:
         allowed = tl.load(mask + row * mask_stride + places, mask=(places * 32 < vocabulary) & (places < mask_stride), other=-1)
-        some = (places * 32 < vocabulary) & (places < mark_stride)
-        marks += row * mark_stride + places
-        taken = allowed & ~tl.load(marks, mask=some, other=0)
-        changed = tl.load(marks + 2 * (mark_stride // PLANES), mask=some, other=NOTHING)
+        bits = allowed[:, None] & (1 << tl.arange(0, 32))[None, :]
+        largest = tl.max(tl.where(bits != 0, values, float("-inf")), 1)
         peak = tl.max(values)
-        bits = taken[:, None] & (1 << tl.arange(0, 32))[None, :]
-        largest = tl.maximum(tl.max(tl.where(bits != 0, values, float("-inf")), 1), value_of(changed))
     else:
         largest = tl.max(values, 1)
         peak = tl.max(largest, 0)
@@ -124,22 +120,20 @@ def survey_kernel(
 
 @triton.jit
 def _largest(  # type: ignore[no-untyped-def]
-    given, largest, best, buckets, vocabulary, CHANGED: tl.constexpr,
+    given, largest, best, buckets, vocabulary, MASKED: tl.constexpr,
     BUCKETS: tl.constexpr
 ):  # fmt: skip
     """The first token whose logit is `best`, the largest of the maxima `largest`."""
     found = tl.min(tl.where(largest == best, tl.arange(0, BUCKETS), buckets - 1), 0)
     column = found * 32 + tl.arange(0, 32)
     inside = column < vocabulary
-    values = logits_at(given, column, inside, CHANGED)
+    values = logits_at(given, column, inside, MASKED)
     return tl.min(tl.where(inside & (values == best), column, vocabulary - 1), 0)
 
 
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def weigh_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,  # new logits of those that have a mark, by slots
-    marks: tl.tensor,
     mask: tl.tensor,
     maxima: tl.tensor,  # [rows, buckets]
     temperature: tl.tensor,
@@ -149,9 +143,8 @@ def weigh_kernel(
     sums: tl.tensor,  # [rows, programs], out: mass of a part, its largest having 1
     vocabulary: tl.tensor,
     stride: tl.tensor,
-    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
-    CHANGED: tl.constexpr,
+    MASKED: tl.constexpr,
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
@@ -162,8 +155,8 @@ def weigh_kernel(
         place = row * tl.num_programs(1) + part
         peak = tl.max(tl.load(maxima + place * (SIZE // 32) + tl.arange(0, SIZE // 32)), 0)
         column = part * SIZE + tl.arange(0, SIZE)
-        given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
-        values = logits_at(given, column, column < vocabulary, CHANGED)
+        given = row_logits(logits, mask, row, stride, mask_stride)
+        values = logits_at(given, column, column < vocabulary, MASKED)
         # Where all are -inf the difference would be NaN.
         masses = nearly_exp((values - tl.where(peak == float("-inf"), 0.0, peak)) * tl.div_rn(1.0, heat), CUDA)
         tl.store(peaks + place, peak)
@@ -199,7 +192,7 @@ def _pivot(largest, filled, best, wanted):  # type: ignore[no-untyped-def]
 def _gather(  # type: ignore[no-untyped-def]
     given, listed, buckets, best, heat, pivot, scores_to, masses_to, ids_to,
     vocabulary,
-    CHANGED: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
+    MASKED: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Stores scores, masses and ids of all tokens of the listed buckets that are not below `pivot`, up to CAP. Returns how many
     there are, and whether no token of these buckets is below the pivot."""
@@ -209,7 +202,7 @@ def _gather(  # type: ignore[no-untyped-def]
         place = start + tl.arange(0, BLOCK)
         inside = place < buckets * 32
         column = tl.load(listed + place // 32, mask=inside, other=0) * 32 + place % 32
-        values = logits_at(given, column, inside & (column < vocabulary), CHANGED)
+        values = logits_at(given, column, inside & (column < vocabulary), MASKED)
         possible = values > float("-inf")
         taken = possible & (values >= pivot)
         # Both counts in one number: BLOCK is far below 2^16.
@@ -314,8 +307,6 @@ def _among_many(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["parts", *STRIDES], do_not_specialize_on_alignment=[*PER_ROW, "peaks"])
 def filter_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
     mask: tl.tensor,
     maxima: tl.tensor,  # [rows, buckets]
     temperature: tl.tensor,  # [rows]; 0: greedy
@@ -340,11 +331,10 @@ def filter_kernel(
     targets: tl.tensor,  # [rows] float32, out: the mass of what is not below the limit; 0: not to be found
     vocabulary: tl.tensor,
     stride: tl.tensor,
-    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
     buckets: tl.tensor,
     parts: tl.tensor,  # 0: not weighed
-    CHANGED: tl.constexpr,
+    MASKED: tl.constexpr,
     BUCKETS: tl.constexpr,
     PARTS: tl.constexpr,
     CAP: tl.constexpr,
@@ -357,7 +347,7 @@ def filter_kernel(
     """Filters and samples one row among its gathered candidates, if these suffice; else leaves it to `draw`, with its limit."""
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
-    given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
+    given = row_logits(logits, mask, row, stride, mask_stride)
     place = tl.arange(0, BUCKETS)
     largest = tl.load(maxima + row * buckets + place, mask=place < buckets, other=float("-inf"))
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
@@ -368,7 +358,7 @@ def filter_kernel(
     tl.store(tokens + row, -1)
     tl.store(targets + row, 0.0)
     if heat == 0.0:
-        chosen = _largest(given, largest, best, buckets, vocabulary, CHANGED, BUCKETS)
+        chosen = _largest(given, largest, best, buckets, vocabulary, MASKED, BUCKETS)
         tl.store(tokens + row, chosen.to(tl.int64))
         tl.store(finals + row, 0.0)
     elif (k > 0) | (p < 1.0) | (floor > float("-inf")):
@@ -385,7 +375,7 @@ def filter_kernel(
         count, everything = _gather(
             given, listed, few, best, heat, pivot, gathered,
             gathered_masses, gathered_ids, vocabulary,
-            CHANGED, CAP, BLOCK,
+            MASKED, CAP, BLOCK,
         )  # fmt: skip
         everything = everything & (few == tl.sum(filled.to(tl.int32), 0))
         tl.debug_barrier()  # and what they have gathered
@@ -417,15 +407,13 @@ def filter_kernel(
             tl.store(highs + row, tl.where(count <= CAP, pivot, value_of(key_of(best) + 1)))
             tl.store(targets + row, p * total)
         else:
-            least = far_limit(given, best, heat, k, p, vocabulary, CHANGED, 2 * BLOCK)
+            least = far_limit(given, best, heat, k, p, vocabulary, MASKED, 2 * BLOCK)
             tl.store(limits + row, lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
 
 
 @triton.jit(do_not_specialize=["parts", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
 def draw_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
     mask: tl.tensor,
     temperature: tl.tensor,
     seeds: tl.tensor,
@@ -439,10 +427,9 @@ def draw_kernel(
     sums: tl.tensor,  # [rows, parts] float32, out: sum of exp(score) of all that stay
     vocabulary: tl.tensor,
     stride: tl.tensor,
-    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
     parts: tl.tensor,
-    CHANGED: tl.constexpr,
+    MASKED: tl.constexpr,
     SIZE: tl.constexpr,
     OWN: tl.constexpr,
     CUDA: tl.constexpr,
@@ -455,11 +442,11 @@ def draw_kernel(
     if tl.load(tokens + row) < 0:
         best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
         seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
-        given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
+        given = row_logits(logits, mask, row, stride, mask_stride)
         for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
             quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
             column = part * SIZE + tl.arange(0, SIZE)
-            values = logits_at(given, column, column < vocabulary, CHANGED)
+            values = logits_at(given, column, column < vocabulary, MASKED)
             noise = nearly_gumbel_of_quads(seed, choice, position, quads, CUDA)
             scores = (values - best) * tl.div_rn(1.0, heat)
             kept = values >= limit
@@ -476,21 +463,21 @@ def draw_kernel(
 
 @triton.jit
 def _exactly(  # type: ignore[no-untyped-def]
-    given, column, inside, best, heat, limit, seed, choice, position, CHANGED:
+    given, column, inside, best, heat, limit, seed, choice, position, MASKED:
     tl.constexpr, CUDA: tl.constexpr
 ):  # fmt: skip
     """Scores of some tokens, and these with noise, -inf where `limit` excludes them; both to the last bit."""
-    values = logits_at(given, column, inside, CHANGED)
+    values = logits_at(given, column, inside, MASKED)
     scores = tl.div_rn(values - best, heat)
     noisy = scores + gumbel_of_ids(seed, choice, position, column, CUDA)
     return scores, tl.where(inside & (values >= limit), noisy, float("-inf"))
 
 
-@triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=[*PER_ROW, "peaks", "masses", "logprobs"])
+@triton.jit(
+    do_not_specialize=STRIDES, do_not_specialize_on_alignment=[*PER_ROW, "peaks", "masses", "logprobs", "olds", "starts", "entries"]
+)
 def settle_kernel(
     logits: tl.tensor,  # [rows, vocabulary] float32
-    changes: tl.tensor,
-    marks: tl.tensor,
     mask: tl.tensor,
     temperature: tl.tensor,
     seeds: tl.tensor,
@@ -506,11 +493,14 @@ def settle_kernel(
     tokens: tl.tensor,  # [rows] int64, in and out: -1 where the row's logits are NaN or infinite
     finals: tl.tensor,  # [rows] float32, in and out
     logprobs: tl.tensor,  # [rows] float32, out: NaN where the token is -1
+    olds: tl.tensor,  # [entries], from `fused_penalties.change`; unused without CHANGED, as the following two
+    starts: tl.tensor,  # [rows + 1], of these
+    entries: tl.tensor,  # [entries], of these: tokens
     vocabulary: tl.tensor,
     parts: tl.tensor,
     stride: tl.tensor,
-    mark_stride: tl.tensor,
     mask_stride: tl.tensor,
+    MASKED: tl.constexpr,
     CHANGED: tl.constexpr,
     SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -525,7 +515,7 @@ def settle_kernel(
     token = tl.load(tokens + row)
     own = tl.load(peaks + place, mask=inside, other=float("-inf"))
     own += tl.log(tl.load(masses + place, mask=inside, other=1.0))
-    given = row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride)
+    given = row_logits(logits, mask, row, stride, mask_stride)
     if token < 0:
         best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
         seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
@@ -544,7 +534,7 @@ def settle_kernel(
             seed,
             choice,
             position,
-            CHANGED,
+            MASKED,
             CUDA,
         )
         largest = tl.max(noisy, 0)
@@ -558,7 +548,7 @@ def settle_kernel(
                 scanned = first * SPLIT + start + tl.arange(0, SCANNED)
                 their_scores, theirs = _exactly(
                     given, scanned, scanned < vocabulary, best,
-                    heat, limit, seed, choice, position, CHANGED, CUDA,
+                    heat, limit, seed, choice, position, MASKED, CUDA,
                 )  # fmt: skip
                 most = tl.max(theirs, 0)
                 other = tl.min(tl.where(theirs == most, scanned, 0x7FFFFFFF), 0)
@@ -569,6 +559,10 @@ def settle_kernel(
             number -= 1
         token = tl.minimum(chosen, vocabulary - 1).to(tl.int64)
         tl.store(finals + row, score - tl.log(tl.sum(tl.load(sums + place, mask=inside, other=0.0), 0)))
+    if CHANGED:
+        tl.debug_barrier()  # no thread reads new logits any more
+        put_back(given.logits, olds, starts, entries, row, RESTORED)
+        tl.debug_barrier()  # the token's old logit, which another thread may have written, is read next
     peak = tl.max(own, 0)
     normalizer = peak + tl.log(tl.sum(tl.exp(own - peak), 0))
     normalizer = tl.where(tl.abs(normalizer) < float("inf"), normalizer, float("nan"))
@@ -579,27 +573,30 @@ def settle_kernel(
 def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, weighed: bool = True) -> Sampled:
     """Samples one token for every row.
 
-    logits: [rows, vocabulary] float32, its last dimension dense; draws: of all rows, a temperature of 0 is greedy, typical_p is
-    ignored; penalties: of as many rows, biases of distinct tokens; mask: [rows, words] int32, bit i of word w allows token
-    32 w + i; weighed: without it, rows that have top-p and no top-k are slow.
+    logits: [rows, vocabulary] float32, its last dimension dense, and each row in memory of its own: with penalties they are
+    changed, and put back; draws: of all rows, a temperature of 0 is greedy, typical_p is ignored; penalties: of as many rows; mask:
+    [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without it, rows that have top-p and no top-k are slow.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, SPLIT)
     device = logits.device
     peaks, sums = torch.empty(2, rows, parts, device=device).unbind()
     maxima = torch.empty(rows, parts * (SPLIT // 32), device=device)
-    changes = change(logits, penalties, mask) if penalties is not None else None
-    given = Given(logits, changes, mask)
+    given = Given(logits, mask)
     survey_kernel[(rows, parts)](
-        logits, *given.tensors[2:], maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT,
-        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
+        *given.tensors, maxima, peaks, sums, vocabulary, *given.strides, **given.constants, SIZE=SPLIT, CUDA=on_nvidia(device),
+        num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
     )  # fmt: skip
+    changed = (peaks, peaks, peaks)
+    if penalties is not None:
+        changed = change(logits, penalties, mask, maxima), penalties.starts, penalties.ids
     tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
     settle_kernel[(rows,)](
         *given.tensors, draws.temperature, draws.seeds, draws.choices, draws.positions, bests, limits, peaks, sums, *drawn, tokens,
-        finals, logprobs, vocabulary, parts, *given.strides, **given.constants, SIZE=triton.next_power_of_2(parts), SPLIT=SPLIT,
-        CUDA=on_nvidia(device), num_warps=1, enable_fp_fusion=False, **begin_early(device),
+        finals, logprobs, *changed, vocabulary, parts, *given.strides, **given.constants, SIZE=triton.next_power_of_2(parts),
+        SPLIT=SPLIT, CHANGED=penalties is not None, CUDA=on_nvidia(device), num_warps=1, enable_fp_fusion=False,
+        **begin_early(device),
     )  # fmt: skip
     return Sampled(tokens, logprobs, finals)
 
@@ -641,9 +638,9 @@ def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: boo
 
 
 def compilations() -> list[Compilation]:
-    """With penalties and a grammar's mask, the harder case; the vocabulary of Llama 3, and the largest there are."""
-    split, plain = {"CHANGED": True, "SIZE": SPLIT}, {"CHANGED": False, "SIZE": SPLIT}
-    few = {"CHANGED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
+    """With a grammar's mask, the harder case, and without; the vocabulary of Llama 3, and the largest there are."""
+    split, plain = {"MASKED": True, "SIZE": SPLIT}, {"MASKED": False, "SIZE": SPLIT}
+    few = {"MASKED": True, "BUCKETS": 4096, "PARTS": 32, "CAP": CAPACITY, "FEW": FEW, "LEAST": WANTED, "BLOCK": AT_ONCE}
     cases = [
         ("survey", survey_kernel, split, WARPS),
         ("survey plain", survey_kernel, plain, WARPS),
@@ -653,6 +650,7 @@ def compilations() -> list[Compilation]:
         ("filter 262144", filter_kernel, {**few, "BUCKETS": 8192}, WARPS),
         ("draw", draw_kernel, {**split, "OWN": DRAW_PARTS}, WARPS),
         ("draw plain", draw_kernel, {**plain, "OWN": DRAW_PARTS}, WARPS),
-        ("settle", settle_kernel, {**split, "SIZE": 64, "SPLIT": SPLIT}, 1),
+        ("settle", settle_kernel, {**split, "SIZE": 64, "SPLIT": SPLIT, "CHANGED": True}, 1),
+        ("settle plain", settle_kernel, {**plain, "SIZE": 64, "SPLIT": SPLIT, "CHANGED": False}, 1),
     ]
     return compilations_of(cases)

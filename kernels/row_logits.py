@@ -1,7 +1,7 @@
-"""The logits of a row as kernels of sampling see them: with what penalties have changed, and without what a grammar doesn't allow;
-and thresholds among them, for `fused_sampling` and `fused_narrowing`.
+"""The logits of a row as kernels of sampling see them, without those that a grammar doesn't allow; and thresholds among them, for
+`fused_sampling` and `fused_narrowing`.
 
-A threshold is the key of a score, an int32 that orders like the float (`fused_penalties.key_of`).
+A threshold is the key of a score, an int32 that orders like the float (`key_of`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
-from .fused_penalties import PLANES, Changes, key_of, slots, value_of
 
 LOWEST = tl.constexpr(-0x80000000)
 WARPS = 8  # of kernels that load thousands of logits at once
@@ -21,62 +20,62 @@ PER_ROW = [
     "temperature", "top_k", "top_p", "min_p", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
     "noisiest", "ids", "sums", "lows", "highs", "targets",
 ]  # fmt: skip
-STRIDES = ["mark_stride", "mask_stride"]  # of what there may not be
+STRIDES = ["mask_stride"]  # of what there may not be
 TYPES = {  # of arguments of all kernels on logits
-    "logits": "*fp32", "changes": "*fp32", "marks": "*i32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32",
-    "vocabulary": "i32:16", "stride": "i32:16", "mark_stride": "i32", "mask_stride": "i32", "temperature": "*fp32",
+    "logits": "*fp32", "mask": "*i32", "maxima": "*fp32", "peaks": "*fp32", "sums": "*fp32",
+    "vocabulary": "i32:16", "stride": "i32:16", "mask_stride": "i32", "temperature": "*fp32",
     "top_k": "*i64", "top_p": "*fp32", "min_p": "*fp32", "seeds": "*i64", "choices": "*i64", "positions": "*i64",
     "gathered": "*fp32", "gathered_masses": "*fp32", "gathered_ids": "*i32", "tokens": "*i64", "bests": "*fp32",
     "limits": "*fp32", "finals": "*fp32", "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "ids": "*i32",
     "lows": "*fp32", "highs": "*fp32", "targets": "*fp32",
     "found": "*fp32", "counts": "*i32", "higher": "*fp32", "rounds": "i32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
+    "olds": "*fp32", "starts": "*i32", "entries": "*i32",
 }  # fmt: skip
 
 
 class Given:
-    """Logits, what penalties have changed, and a grammar's mask, as kernels take them."""
+    """Logits and a grammar's mask, as kernels take them."""
 
-    def __init__(self, logits: Tensor, changes: Changes | None, mask: Tensor | None) -> None:
+    def __init__(self, logits: Tensor, mask: Tensor | None) -> None:
         self.logits = logits
-        marks = changes.marks if changes is not None else mask if mask is not None else logits
-        self.tensors = logits, changes.logits if changes is not None else logits, marks, mask if mask is not None else marks
-        self.strides = (
-            logits.stride(0),
-            changes.marks.stride(0) if changes is not None else 0,
-            mask.stride(0) if mask is not None else 0,
-        )
-        self.constants = {"CHANGED": changes is not None or mask is not None}
+        self.tensors = logits, mask if mask is not None else logits
+        self.strides = logits.stride(0), mask.stride(0) if mask is not None else 0
+        self.constants = {"MASKED": mask is not None}
+
+
+@triton.jit
+def key_of(value):  # type: ignore[no-untyped-def]
+    """Integers in the order of the floats; both zeros map to one."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):  # type: ignore[no-untyped-def]
+    """The float of a `key_of`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 class RowLogits(NamedTuple):
     """Pointers to what is given of one row."""
 
     logits: tl.tensor
-    changes: tl.tensor  # new logits of those that have a mark, by slots
-    marks: tl.tensor  # [PLANES, words] int32
-    mask: tl.tensor  # [words] int32
-    mark_stride: tl.tensor  # 0: there are no marks
-    mask_stride: tl.tensor  # words; 0: there is no mask
+    mask: tl.tensor  # [words] int32; unused without MASKED
+    mask_stride: tl.tensor  # words
 
 
 @triton.jit
-def row_logits(logits, changes, marks, mask, row, stride, mark_stride, mask_stride):  # type: ignore[no-untyped-def]
+def row_logits(logits, mask, row, stride, mask_stride):  # type: ignore[no-untyped-def]
     """What is given of a row (int64)."""
-    return RowLogits(logits + row * stride, changes, marks + row * mark_stride, mask + row * mask_stride, mark_stride, mask_stride)
+    return RowLogits(logits + row * stride, mask + row * mask_stride, mask_stride)
 
 
 @triton.jit
-def logits_at(given, column, inside, CHANGED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Logits of a row, changed ones in place of those that have a mark, and -inf for tokens that its grammar doesn't allow. Bit i
-    of word w is token 32 w + i. Without CHANGED there are neither; and a stride of 0 says that these are not."""
+def logits_at(given, column, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits of a row; with MASKED, -inf for tokens that its grammar doesn't allow. Bit i of word w is token 32 w + i."""
     # Masked by its bits, each would be loaded alone, not four at a time.
     values = tl.load(given.logits + column, mask=inside, other=float("-inf"))
-    if CHANGED:
-        some = inside & (column // 32 < given.mark_stride)
-        words = tl.load(given.marks + column // 32, mask=some, other=0)
-        firsts = tl.load(given.marks + given.mark_stride // PLANES + column // 32, mask=some, other=0)
-        marked = some & (((words >> (column % 32)) & 1) != 0)
-        values = tl.where(marked, tl.load(given.changes + slots(words, firsts, column), mask=marked, other=0.0), values)
+    if MASKED:
         words = tl.load(given.mask + column // 32, mask=inside & (column // 32 < given.mask_stride), other=-1)
         values = tl.where(((words >> (column % 32)) & 1) != 0, values, float("-inf"))
     return values
@@ -108,14 +107,14 @@ def threshold_of(keys, weights, target):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight_above(  # type: ignore[no-untyped-def]
-    given, best, heat, least, vocabulary, MASSES: tl.constexpr, CHANGED:
+    given, best, heat, least, vocabulary, MASSES: tl.constexpr, MASKED:
     tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Mass (or number, without MASSES) of all tokens whose score's key is not below `least` (int64)."""
     sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        values = logits_at(given, column, column < vocabulary, CHANGED)
+        values = logits_at(given, column, column < vocabulary, MASKED)
         scores = tl.div_rn(values - best, heat)
         weights = tl.exp(scores) if MASSES else 1.0
         possible = values > float("-inf")
@@ -126,13 +125,13 @@ def _weight_above(  # type: ignore[no-untyped-def]
 @triton.jit
 def _far_threshold(  # type: ignore[no-untyped-def]
     given, best, heat, target, vocabulary, least, MASSES: tl.constexpr,
-    CHANGED: tl.constexpr, BLOCK: tl.constexpr
+    MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """`threshold_of` over all tokens of the row; at least `least`, which is the result if nothing above it reaches the target."""
     low, high = least.to(tl.int64), tl.full((), 0x7FFFFFFF, tl.int64)
     for _ in range(32):
         middle = middle_of(low, high)
-        weight = _weight_above(given, best, heat, middle, vocabulary, MASSES, CHANGED, BLOCK)
+        weight = _weight_above(given, best, heat, middle, vocabulary, MASSES, MASKED, BLOCK)
         enough = weight >= target
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
     return low.to(tl.int32)
@@ -140,17 +139,17 @@ def _far_threshold(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def far_limit(  # type: ignore[no-untyped-def]
-    given, best, heat, k, p, vocabulary, CHANGED: tl.constexpr, BLOCK: tl.constexpr
+    given, best, heat, k, p, vocabulary, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The key of the lowest score that top-k and top-p keep, of all tokens of the row."""
     threshold = tl.full((), LOWEST, tl.int32)
     if k > 0:
         target = tl.minimum(k, vocabulary).to(tl.float32)
-        threshold = _far_threshold(given, best, heat, target, vocabulary, threshold, False, CHANGED, BLOCK)
+        threshold = _far_threshold(given, best, heat, target, vocabulary, threshold, False, MASKED, BLOCK)
     if p < 1.0:
         least = threshold.to(tl.int64)
-        target = p * _weight_above(given, best, heat, least, vocabulary, True, CHANGED, BLOCK)
-        threshold = _far_threshold(given, best, heat, target, vocabulary, threshold, True, CHANGED, BLOCK)
+        target = p * _weight_above(given, best, heat, least, vocabulary, True, MASKED, BLOCK)
+        threshold = _far_threshold(given, best, heat, target, vocabulary, threshold, True, MASKED, BLOCK)
     return threshold
 
 

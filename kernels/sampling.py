@@ -20,18 +20,15 @@ LARGEST = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties and logit biases of the rows that have any. Counts are columnar: entry i is an occurrence of token `ids[i]` in row
-    `rows[i]`. Both kinds of entries are in the order of rows."""
+    """Penalties and logit biases of rows, in entries: one for each distinct token that they concern in a row."""
 
-    rows: Tensor  # [entries] int64: index into the rows of this object
-    ids: Tensor  # [entries] int64
-    output: Tensor  # [entries] float32: 1 if that occurrence is in the output, 0 if in the prompt
+    starts: Tensor  # [rows + 1] int32: the first entry of each row, and the number of all
+    ids: Tensor  # [entries] int32
+    counts: Tensor  # [entries] int32: how often it is in the output; 0: in the prompt alone; -1: in neither
+    biases: Tensor  # [entries] float32: added to the logit; empty: there are none
     repetition: Tensor  # [rows] float32; 1 is off
     frequency: Tensor  # [rows] float32
     presence: Tensor  # [rows] float32
-    bias_rows: Tensor  # [biases] int64: index into the rows of this object
-    bias_ids: Tensor  # [biases] int64
-    bias_values: Tensor  # [biases] float32: added to the logit
 
 
 def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
@@ -40,18 +37,17 @@ def penalize(logits: Tensor, penalties: Penalties) -> Tensor:
 
     Penalized logits stay finite: the difference of two infinite ones would be NaN, which nothing can be drawn from.
     """
-    vocabulary = logits.shape[1]
-    place = penalties.rows * vocabulary + penalties.ids
-    seen = torch.zeros(logits.numel(), device=logits.device)
-    seen[place] = 1.0
-    counts = torch.zeros(logits.numel(), device=logits.device).index_add_(0, place, penalties.output)
-    seen, counts = seen.view_as(logits), counts.view_as(logits)
-    repetition = penalties.repetition.unsqueeze(1)
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition).clamp_(-LARGEST, LARGEST)
-    result = torch.where(seen > 0, repeated, logits)
-    result -= counts * penalties.frequency.unsqueeze(1)
-    result -= (counts > 0) * penalties.presence.unsqueeze(1)
-    return result.index_put_((penalties.bias_rows, penalties.bias_ids), penalties.bias_values, accumulate=True)
+    ids, counts = penalties.ids.long(), penalties.counts
+    rows = torch.arange(len(logits), device=logits.device)
+    rows = rows.repeat_interleave(penalties.starts.diff(), output_size=len(ids))
+    values, repetition = logits[rows, ids], penalties.repetition[rows]
+    repeated = torch.where(values > 0, values / repetition, values * repetition).clamp_(-LARGEST, LARGEST)
+    values = torch.where(counts >= 0, repeated, values)
+    values -= counts.clamp(min=0) * penalties.frequency[rows]
+    values -= (counts > 0) * penalties.presence[rows]
+    if len(penalties.biases):
+        values += penalties.biases
+    return logits.index_put((rows, ids), values)
 
 
 def allow(logits: Tensor, mask: Tensor) -> Tensor:

@@ -91,11 +91,12 @@ class BeamForks:
             heir.pages[:full], heir.node = parent.pages[:full], parent.node
             if child.row in parents:
                 parents.remove(child.row)
-                heir.tokens, heir.path = parent.tokens, parent.path
+                heir.tokens, heir.path, heir.counts = parent.tokens, parent.path, parent.counts
             else:
                 assert parent.path is not None
                 self._pool.share(heir.pages[settled:full])
                 heir.tokens, heir.path = parent.tokens[:], parent.path.copy()
+                heir.counts = parent.counts.copy() if parent.counts else None
         self._disown(group.heirs[len(children) :], full)
         for sequence in group.sequences:
             sequence.clear()

@@ -78,6 +78,7 @@ def _begin(group: Group, outcome: Outcome) -> None:
     first.choice, *others = group.waiting
     for choice in others:
         begun = Sequence(array("I", first.tokens), first.prompt_length, choice, first.cache_key, first.adapter, first.pictures)
+        begun.counts = first.counts.copy() if first.counts else None
         group.sequences.append(begun)
     group.waiting = []
 

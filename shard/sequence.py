@@ -20,6 +20,7 @@ from .decoding.budget import Acceptance
 from .decoding.grammar import GrammarState
 from .decoding.hypotheses import Path, Search
 from .decoding.lookup import NgramIndex
+from .decoding.token_counts import TokenCounts
 from .decoding.tree import DraftToken, Tree
 from .draft_progress import DraftProgress
 from .pages import page_table
@@ -51,7 +52,12 @@ class Sampling:
     @property
     def penalized(self) -> bool:
         """Whether penalties or biases change the logits first."""
-        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty or self.bias)
+        return bool(self.counting or self.bias)
+
+    @property
+    def counting(self) -> bool:
+        """Whether penalties depend on the tokens that were there before."""
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,7 @@ class Sequence:
     tried: tuple[tuple[DraftToken, ...], ...] = ()
     acceptance: Acceptance | None = None  # its past acceptance of drafts
     ngram_index: NgramIndex | None = None  # n-grams of its tokens, once drafts were looked up
+    counts: TokenCounts | None = None  # of its tokens, if there are penalties
     draft_progress: DraftProgress | None = None  # how far a draft model has computed it
 
     @property
@@ -120,6 +127,7 @@ class Sequence:
         """A fork that goes on by itself, with the same first `pages` pages, which are full; they are to be shared."""
         grammar_state = self.grammar_state.copy() if self.grammar_state else None
         path = self.path.copy() if self.path else None
+        counts = self.counts.copy() if self.counts else None
         return Sequence(
             self.tokens[:],
             self.prompt_length,
@@ -134,6 +142,7 @@ class Sequence:
             self.node,
             grammar_state,
             path,
+            counts=counts,
         )
 
     def clear(self) -> None:

@@ -31,7 +31,9 @@ class BeamSearch:
     def rows(self, group: Group) -> list[Row]:
         """One row for each beam; the first step has one, after the prompt. A beam's rank is part of its noise's key."""
         sampling = sampling_of(group, group.sequences[0].tokens)
-        return [Row(sampling, s.tokens, s.prompt_length, rank, group.top_n) for rank, s in enumerate(group.sequences)]
+        return [
+            Row(sampling, s.tokens, s.prompt_length, rank, group.top_n, counts=s.counts) for rank, s in enumerate(group.sequences)
+        ]
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Turns candidates into live beams and complete hypotheses. The picks are Candidates, in the order in which they are

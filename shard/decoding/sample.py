@@ -25,8 +25,12 @@ class Sample:
         if group.waiting:
             [first] = group.sequences
             sampling = sampling_of(group, first.tokens)
-            return [Row(sampling, first.tokens, first.prompt_length, choice, group.top_n, bound) for choice in group.waiting]
-        return [Row(sampling_of(group, s.tokens), s.tokens, s.prompt_length, s.choice, group.top_n, bound) for s in group.sequences]
+            place, counts = (first.tokens, first.prompt_length), first.counts
+            return [Row(sampling, *place, choice, group.top_n, bound, counts) for choice in group.waiting]
+        return [
+            Row(sampling_of(group, s.tokens), s.tokens, s.prompt_length, s.choice, group.top_n, bound, s.counts)
+            for s in group.sequences
+        ]
 
     def judge(self, group: Group, picks: Listing[Pick | None]) -> Verdict:
         """Appends each sampled token to its sequence."""

@@ -18,11 +18,9 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
-from typing import Any, overload
+from typing import overload
 
-import numpy
 import torch
-from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from ...kernels import noise
@@ -94,15 +92,12 @@ class TokensView(Listing[int]):
         place, before = range(self._length)[place], len(self._tokens)
         return self._tokens[place] if place < before else self._more[place - before]
 
-    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
-        """For numpy, which would ask for each token by itself."""
-        return numpy.concatenate((numpy.asarray(self._tokens, dtype), numpy.asarray(self._more, dtype)))
-
 
 def row(group: Group, sequence: Sequence, path: Listing[int]) -> Row:
     """The sampling row after this path of drafts, sampled as if they were the sequence's own tokens."""
     tokens = TokensView(sequence.tokens, path) if path else sequence.tokens
-    return Row(sampling_of(group, tokens), tokens, sequence.prompt_length, sequence.choice, group.top_n, bool(group.grammar))
+    own, bound = sampling_of(group, tokens), bool(group.grammar)
+    return Row(own, tokens, sequence.prompt_length, sequence.choice, group.top_n, bound, sequence.counts, len(path))
 
 
 def rows(group: Group, sequence: Sequence, tree: Tree) -> list[Row]:

@@ -3,6 +3,7 @@ may take."""
 
 import math
 import random
+from itertools import accumulate, chain
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from penstock.kernels import dispatch, fused_narrowing, fused_noise, fused_penal
 from penstock.kernels.dispatch import on_nvidia
 from penstock.kernels.fused_penalties import change
 from penstock.kernels.fused_sampling import Sampled, sample
-from penstock.kernels.sampling import Draws, Penalties, draw, filtered, penalize
+from penstock.kernels.sampling import Draws, Penalties, allow, draw, filtered, penalize
 from penstock.shard.decoding.sampler import Row, pick
 from penstock.shard.sequence import Sampling
 
@@ -220,7 +221,7 @@ def test_top_p_that_reaches_far_into_a_row(slots: int, tied: bool, rng: random.R
         torch.arange(vocabulary, device=DEVICE),
     )
     for mask, own in ((None, None), (words, penalties)):
-        allowed = logits if own is None else penalized(logits, own)
+        allowed = logits if own is None else penalize(logits, own)
         if mask is not None:
             allowed = allowed.masked_fill((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0, -torch.inf)
         found = sample(logits, parameters, own, mask)
@@ -327,60 +328,42 @@ def test_ties_at_the_limits_of_top_k_and_top_p_are_kept(rng: random.Random) -> N
 
 
 def random_penalties(rows: int, vocabulary: int, rng: random.Random) -> Penalties:
-    """Tokens that occur many times, and rows without penalties."""
-    entries = rng.randint(1, 400)
-    output = torch.rand(entries, device=DEVICE) < 0.6
-    biases = [divmod(place, vocabulary) for place in sorted(rng.sample(range(rows * vocabulary), 9))]
+    """Of the outputs, of prompts, and biases alone; and rows without any."""
+    own = [rng.sample(range(vocabulary), rng.choice([0, 1, 9, vocabulary // 3, vocabulary])) for _ in range(rows - 1)]
+    lengths = [*map(len, own), 0]
+    entries = sum(lengths)
     return Penalties(
-        rows=torch.randint(0, rows, (entries,), device=DEVICE).clamp(max=rows - 2).sort().values,
-        ids=(torch.randn(entries, device=DEVICE).abs() * vocabulary / 4).long().clamp(max=vocabulary - 1),
-        output=output.float(),
+        starts=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE),
+        ids=torch.tensor([*chain(*own)], dtype=torch.int32, device=DEVICE),
+        counts=torch.randint(-1, 4, (entries,), dtype=torch.int32, device=DEVICE),
+        biases=torch.randn(entries if rng.random() < 0.5 else 0, device=DEVICE) * 5,
         repetition=torch.rand(rows, device=DEVICE) + 0.7,
         frequency=torch.randn(rows, device=DEVICE),
         presence=torch.randn(rows, device=DEVICE),
-        bias_rows=torch.tensor([row for row, _ in biases], device=DEVICE),
-        bias_ids=torch.tensor([token for _, token in biases], device=DEVICE),
-        bias_values=torch.randn(len(biases), device=DEVICE) * 5,
     )
 
 
-def penalized(logits: Tensor, penalties: Penalties, mask: Tensor | None = None) -> Tensor:
-    """Logits with those that Triton's penalties change. Checks that these have marks and slots of their own, and what their largest
-    ones are, of those that are allowed."""
-    vocabulary = logits.shape[1]
-    changes, ids = change(logits, penalties, mask), torch.arange(vocabulary, device=DEVICE)
-    assert changes.marks.shape[2] * 32 >= vocabulary
-    bits = torch.arange(32, dtype=torch.int32, device=DEVICE)
-    words, firsts, largest = (plane.unsqueeze(2) for plane in changes.marks.unbind(1))
-    marked = (words >> bits) & 1
-    named = torch.zeros(marked.shape, dtype=torch.int64, device=DEVICE).flatten(1)
-    named[penalties.rows, penalties.ids] = named[penalties.bias_rows, penalties.bias_ids] = 1
-    assert marked.flatten(1).equal(named.int())
-    own = named.sum(1) > 0
-    slots = (firsts + marked.cumsum(2) - marked).flatten(1)
-    assert len(slots[named != 0].unique()) == named.sum()
-    changed = changes.logits[slots.clamp(0, len(changes.logits) - 1)].masked_fill(named == 0, -torch.inf)
-    allowed = changed
-    if mask is not None:
-        allowed = changed[:, :vocabulary].masked_fill((mask[:, ids // 32] >> (ids % 32).int()) & 1 == 0, -torch.inf)
-        allowed = torch.nn.functional.pad(allowed, (0, changed.shape[1] - vocabulary), value=-torch.inf)
-    keys = allowed.unflatten(1, (-1, 32)).amax(-1).view(torch.int32)
-    assert largest.squeeze(2)[own].equal((keys ^ ((keys >> 31) & 0x7FFFFFFF))[own])
-    assert bool((largest[~own] == fused_penalties.NOTHING.value).all())
-    return torch.where(named[:, :vocabulary] != 0, changed[:, :vocabulary], logits)
+def survey_of(logits: Tensor, mask: Tensor | None) -> Tensor:
+    """[rows, buckets]: the largest of each 32 logits that are allowed."""
+    shown = logits if mask is None else allow(logits, mask)
+    return torch.nn.functional.pad(shown, (0, -logits.shape[1] % 32), value=-torch.inf).unflatten(1, (-1, 32)).amax(-1)
 
 
-@pytest.mark.parametrize("at_once", [8, 2048])
+@pytest.mark.parametrize("at_once", [512, 1024])
 def test_penalties_match_the_reference(at_once: int, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of rows with more entries than are worked on at once, and after another step has left its numbers in memory."""
+    """Also of rows with more entries than are worked on at once, and with equal logits."""
     monkeypatch.setattr(fused_penalties, "ENTRIES", at_once)
-    for vocabulary in (50, 600):
-        logits = torch.randn(4, vocabulary, device=DEVICE)
+    monkeypatch.setattr(fused_penalties, "BUCKETS", at_once // 32)
+    for vocabulary in (50, 1300):
+        logits = torch.randn(4, vocabulary, device=DEVICE).round(decimals=rng.choice([0, 9]))
         before, penalties = logits.clone(), random_penalties(4, vocabulary, rng)
-        mask = torch.randint(-(1 << 31), 1 << 31, (4, -(-vocabulary // 32)), device=DEVICE).int()
-        found = penalized(logits, penalties, rng.choice([None, mask]))
-        torch.testing.assert_close(found, penalize(before, penalties), rtol=1e-6, atol=2e-6)
-        assert logits.equal(before)
+        mask = torch.randint(-(1 << 31), 1 << 31, (4, -(-vocabulary // 32)), device=DEVICE).int() if rng.random() < 0.5 else None
+        maxima = survey_of(logits, mask)
+        olds = change(logits, penalties, mask, maxima)
+        torch.testing.assert_close(logits, penalize(before, penalties), rtol=1e-6, atol=2e-6)
+        assert maxima.equal(survey_of(logits, mask))
+        rows = torch.arange(4, device=DEVICE).repeat_interleave(penalties.starts.diff())
+        assert logits.index_put((rows, penalties.ids.long()), olds).equal(before)
 
 
 @pytest.mark.parametrize("vocabulary", [40, 203])
@@ -393,7 +376,7 @@ def test_penalties_with_grammar_masks_choose_the_reference_tokens(vocabulary: in
     before = logits.clone()
     ids = torch.arange(vocabulary, device=DEVICE)
     forbidden = (words[:, ids // 32] >> (ids % 32).int()) & 1 == 0
-    allowed = penalized(logits, penalties)
+    allowed = penalize(logits, penalties)
     found = sample(logits, parameters, penalties, words)
     check_against_reference(found, before, allowed.masked_fill(forbidden, -torch.inf), parameters)
     assert logits.equal(before)

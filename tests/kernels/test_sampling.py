@@ -3,6 +3,7 @@ transformers', and a row's result does not depend on other rows."""
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.kernels import dispatch, noise
 from penstock.kernels import sampling as kernel
 from penstock.kernels.sampling import CANDIDATES, Draws, allow, draw, filtered
 from penstock.shard.decoding.sampler import Pick, Row, _penalties, draws_of, pick
+from penstock.shard.decoding.token_counts import TokenCounts
 from penstock.shard.sequence import Sampling
 
 SEEDS = 4000
@@ -218,18 +220,49 @@ def test_penalties_match_a_plain_loop(seed: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"bias": ((2, 3.0),)}, []),
-        ({"repetition_penalty": 1.2}, [(5, 0), (6, 0), (5, 1), (7, 1)]),
+        ({"bias": ((2, 3.0),)}, [(2, -1)]),
+        ({"repetition_penalty": 1.2}, [(5, 1), (6, 0), (7, 1)]),
         ({"presence_penalty": 0.5}, [(5, 1), (7, 1)]),
-        ({"frequency_penalty": 0.5, "bias": ((2, 3.0),)}, [(5, 1), (7, 1)]),
+        ({"frequency_penalty": 0.5, "bias": ((2, 3.0), (7, 1.0), (2, -1.0))}, [(5, 1), (7, 1), (2, -1)]),
     ],
 )
-def test_tokens_are_listed_only_where_they_count(asked: dict[str, Any], expected: list[tuple[int, int]]) -> None:
+def test_tokens_are_listed_once_and_only_where_they_count(asked: dict[str, Any], expected: list[tuple[int, int]]) -> None:
     """A bias concerns no token of the text, and a prompt may be long. 50 stands for an image."""
-    rows = [Row(Sampling(bias=((1, 1.0),)), [9], 1, 0), Row(Sampling(**asked), [5, 50, 6, 5, 7], 3, 0)]
-    found = _penalties(rows, torch.zeros(2, 40))
-    assert list(zip(found.ids.tolist(), found.output.tolist(), strict=True)) == expected
-    assert set(found.rows.tolist()) <= {1}
+    rows = [Row(Sampling(), [4], 1, 0), Row(Sampling(bias=((1, 1.0),)), [9], 1, 0), Row(Sampling(**asked), [5, 50, 6, 5, 7], 3, 0)]
+    found = _penalties(rows, torch.zeros(3, 40))
+    assert found.starts.tolist() == [0, 0, 1, 1 + len(expected)]
+    assert list(zip(found.ids.tolist(), found.counts.tolist(), strict=True)) == [(1, -1), *expected]
+    assert found.biases.tolist() == [
+        1.0,
+        *(sum(value for one, value in rows[2].sampling.bias if one == token) for token, _ in expected),
+    ]
+
+
+def test_counts_that_grow_with_a_sequence_are_those_of_its_text() -> None:
+    """With drafts that don't stay, biases for a step, and forks."""
+    rng = random.Random(4)
+    for prompt in (True, False):
+        text = [rng.randrange(12) for _ in range(rng.randrange(1, 20))]
+        grown = [(text, TokenCounts(len(text), 10, prompt))]
+        length = len(text)
+        for _ in range(60):
+            place = rng.randrange(len(grown))
+            own, counts = grown[place]
+            if rng.random() < 0.2:
+                grown.append((own[:], counts.copy()))
+            own += [rng.randrange(10) for _ in range(rng.choice([0, 1, 1, 3]))]
+            drafts = [rng.randrange(10) for _ in range(rng.choice([0, 0, 2, 5]))]
+            bias = [(rng.randrange(10), rng.choice([0.5, -1.0])) for _ in range(rng.choice([0, 0, 3]))]
+            ids, found, biases = counts.entries(own + drafts, len(drafts), bias)
+            output = Counter(own[length:] + drafts)
+            expected = {token: output[token] for token in {*output, *(own[:length] if prompt else ())} if token < 10}
+            added = Counter[int]()
+            for token, value in bias:
+                expected.setdefault(token, -1)
+                added[token] += value  # type: ignore[assignment]
+            assert dict(zip(ids, found, strict=True)) == expected
+            assert len(ids) == len(expected)
+            assert list(biases) == ([added[token] for token in ids] if bias else [])
 
 
 # Distribution

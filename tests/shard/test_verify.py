@@ -4,7 +4,6 @@ against plain sampling of toy models whose outputs can be enumerated. Planted fa
 import functools
 import gc
 import random
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from penstock.shard.decoding.growth import Drafting, LayeredTree
 from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Proposal, Proposer
 from penstock.shard.decoding.sampler import Pick, Row
 from penstock.shard.decoding.strategy import Finish
+from penstock.shard.decoding.token_counts import TokenCounts
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft, DraftToken, TokensView, VerificationRule, deterministic_draft
 from penstock.shard.sequence import Group, Sampling, Thinking
@@ -557,10 +557,16 @@ def test_thinking_budget_reads_only_the_generated_tokens() -> None:
     assert not thinking.overdue(TokensView(TailOnlyText(text, 3), [8, 4]), 3)
 
 
-def test_penalties_read_drafted_texts_in_bulk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading tokens one by one would be slow for drafts after a long text."""
-    sampling, more, logits = Sampling(repetition_penalty=1.3, frequency_penalty=0.5), [2, 3, 2], torch.randn(1, 9)
-    expected = sampler.penalized(logits, [Row(sampling, [5, 1, 2, 5, *more], 3, 0)])
-    monkeypatch.setattr(TokensView, "__getitem__", None)
-    monkeypatch.setattr(TokensView, "__iter__", None)
-    assert sampler.penalized(logits, [Row(sampling, TokensView(array("I", [5, 1, 2, 5]), more), 3, 0)]).equal(expected)
+def test_penalties_count_a_drafted_text_only_once() -> None:
+    sampling, text, more, logits = (
+        Sampling(repetition_penalty=1.3, frequency_penalty=0.5),
+        [5, 1, 2, 5],
+        [2, 3, 2],
+        torch.randn(1, 9),
+    )
+    expected = sampler.penalized(logits, [Row(sampling, [*text, *more], 3, 0)])
+    counts = TokenCounts(3, 9, True)
+    counts.entries(text)
+    for _ in range(2):
+        row = Row(sampling, TokensView(TailOnlyText(text, 4), more), 3, 0, counts=counts, drafts=3)
+        assert sampler.penalized(logits, [row]).equal(expected)
