@@ -1,6 +1,6 @@
 """What a step costs the host of a GPU: bookkeeping, plan, parameters; without a GPU, and without what would be launched on it.
 
-    python benchmarks/host.py                      256 and 32 sampled rows, and 8 groups of 4 beams
+    python benchmarks/host.py                      256 sampled rows, without and with penalties, 32, and 8 groups of 4 beams
 
 Plans are those of the Triton kernels, padded for a graph. The model and the sampling are stubs, so gRPC, launches and copies are
 not counted. Overlapped steps hide this part as long as it is shorter than what the device needs for a step.
@@ -27,7 +27,7 @@ from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.expansion import Beams, Expansion
 from penstock.shard.decoding.hypotheses import Path as BeamPath
 from penstock.shard.decoding.hypotheses import Search
-from penstock.shard.decoding.sampler import PendingPicks, Pick, Row, draws_of, known
+from penstock.shard.decoding.sampler import PendingPicks, Pick, Row, draws_of, known, penalties_of
 from penstock.shard.engine import Engine
 from penstock.shard.forward import GraphExtent
 from penstock.shard.loading import load
@@ -35,7 +35,7 @@ from penstock.shard.models.decoder import Decoder
 from penstock.shard.sequence import Group, Sampling, sequences
 from penstock.shard.step import Step
 
-WARM, PAGE = 10, 16
+WARM, PAGE, VOCABULARY = 10, 16, 320
 CHANCE = random.Random(0)
 
 
@@ -52,7 +52,9 @@ class Still(Decoder):
 def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> PendingPicks[list[Pick | None]]:
     """Stub of the sampler; only its parameters are made."""
     draws_of(rows, found.device)
-    return known([Pick(CHANCE.randrange(64), -1.0) for _ in rows], found.device)
+    if any(row.sampling.penalized for row in rows):
+        penalties_of(rows, found)
+    return known([Pick(CHANCE.randrange(VOCABULARY), -1.0) for _ in rows], found.device)
 
 
 def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> Expansion:
@@ -60,7 +62,7 @@ def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> 
     first, best = 0, []
     for beams in sets:
         rows = range(first, first := first + len(beams.rows))
-        best.append([(-0.1 * rank, CHANCE.choice(rows), CHANCE.randrange(64), -1.0) for rank in range(beams.count)])
+        best.append([(-0.1 * rank, CHANCE.choice(rows), CHANCE.randrange(VOCABULARY), -1.0) for rank in range(beams.count)])
     return Expansion(sets, Continuations(torch.tensor(best, dtype=torch.float64).permute(2, 0, 1)))
 
 
@@ -78,20 +80,20 @@ def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:
     return engine
 
 
-def groups_of(rows: int, context: int, width: int, new: int) -> list[Group]:
-    """`rows` sequences, or groups of `width` beams, for `new` tokens at most."""
+def groups_of(rows: int, context: int, width: int, penalty: float, new: int) -> list[Group]:
+    """`rows` sequences, or groups of `width` beams, for `new` tokens at most. penalty: for repetition; 1 is off."""
     groups = []
     for uid in range(rows // max(1, width)):
-        begun, waiting = sequences([CHANCE.randrange(64) for _ in range(context)], 1)
+        begun, waiting = sequences([CHANCE.randrange(VOCABULARY) for _ in range(context)], 1)
         search = Search(width, 1) if width else None
         if search is not None:
             begun[0].path = BeamPath()
-        sampling = Sampling() if width else Sampling(temperature=0.8, top_p=0.95, seed=uid)
+        sampling = Sampling() if width else Sampling(temperature=0.8, top_p=0.95, repetition_penalty=penalty, seed=uid)
         groups.append(Group(uid, begun, waiting, sampling, new, frozenset(), search=search))
     return groups
 
 
-def measure(rows: int, context: int, steps: int, width: int = 0) -> float:
+def measure(rows: int, context: int, steps: int, width: int, penalty: float) -> float:
     """Median seconds of a step."""
     with (
         dispatch.forced(""),  # restores the setting that is forced below
@@ -100,11 +102,11 @@ def measure(rows: int, context: int, steps: int, width: int = 0) -> float:
         replaced(lookahead, "fill", lambda *given: None),
         tempfile.TemporaryDirectory() as scratch,
     ):
-        return _measure(engine_of(rows, context, steps + 2 * WARM, Path(scratch)), rows, context, steps, width)
+        return _measure(engine_of(rows, context, steps + 2 * WARM, Path(scratch)), rows, context, steps, width, penalty)
 
 
-def _measure(engine: Engine, rows: int, context: int, steps: int, width: int) -> float:
-    groups = groups_of(rows, context, width, engine.decoder.shape.max_positions - context)
+def _measure(engine: Engine, rows: int, context: int, steps: int, width: int, penalty: float) -> float:
+    groups = groups_of(rows, context, width, penalty, engine.decoder.shape.max_positions - context)
     engine.prefill(0, groups, [(group.uid, context) for group in groups], rows * context, [])
     seconds = []
     for _ in range(steps + WARM):
@@ -121,12 +123,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of each kind (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for what, rows, context, width in (
-        ("256 sampled rows, 512 tokens", 256, 512, 0),
-        ("32 sampled rows, 256 tokens", 32, 256, 0),
-        ("8 groups of 4 beams, 256 tokens", 32, 256, 4),
+    for what, rows, context, width, penalty in (
+        ("256 sampled rows, 512 tokens", 256, 512, 0, 1.0),
+        ("the same with penalties", 256, 512, 0, 1.1),
+        ("32 sampled rows, 256 tokens", 32, 256, 0, 1.0),
+        ("8 groups of 4 beams, 256 tokens", 32, 256, 4, 1.0),
     ):
-        print(f"{what:34}{measure(rows, context, options.steps, width) * 1e3:8.2f} ms a step")
+        print(f"{what:34}{measure(rows, context, options.steps, width, penalty) * 1e3:8.2f} ms a step")
 
 
 if __name__ == "__main__":

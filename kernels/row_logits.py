@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .compilation import AMD, EARLY_TARGETS, NVIDIA, Compilation
+from .compilation import AMD, EARLY_TARGETS, NVIDIA, VENDORS, Compilation
 
 LOWEST = tl.constexpr(-0x80000000)
 WARPS = 8  # of kernels that load thousands of logits at once
@@ -169,7 +169,7 @@ def lowest_logit(best, heat, least):  # type: ignore[no-untyped-def]
 def compilations_of(cases: Sequence[tuple[str, Any, dict[str, Any], int]]) -> list[Compilation]:
     """Of kernels on logits: name, kernel, constants (and some that it may not have), warps."""
     later = tuple(target for target in NVIDIA if target not in EARLY_TARGETS)
-    targets = {"": later, "early": EARLY_TARGETS, "amd": AMD}
+    early = {"": later, "early": EARLY_TARGETS, "amd": AMD}
     return [
         Compilation(
             kernel=kernel,
@@ -181,9 +181,9 @@ def compilations_of(cases: Sequence[tuple[str, Any, dict[str, Any], int]]) -> li
                 if name in kernel.arg_names
             },
             warps=warps,
-            early=kind == "early" and "EARLY" in kernel.arg_names,
+            early=kind == "early",
             targets=own,
         )
         for name, kernel, constants, warps in cases
-        for kind, own in targets.items()
+        for kind, own in (early if "EARLY" in kernel.arg_names else VENDORS).items()
     ]

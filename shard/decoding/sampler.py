@@ -120,10 +120,11 @@ def compile_kernels(vocabulary: int, device: torch.device) -> None:
     """Compiles the Triton kernels that `pick` may need, and those of the noise alone, for drafts and beams: the first request would
     otherwise wait seconds for them."""
     logits = torch.zeros(1, vocabulary, device=device)
-    row = Row(Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1, bias=((0, 1.0),)), [0], 1, 0, top_n=1)
-    pick(logits, [Row(Sampling(temperature=1.0, top_p=0.9), [0], 1, 0)])
-    pick(logits, [row])
-    pick(logits, [row], torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device))
+    mask = torch.full((1, -(-vocabulary // 32)), -1, dtype=torch.int32, device=device)
+    plain = Sampling(temperature=1.0, top_p=0.9)
+    for sampling in (plain, replace(plain, repetition_penalty=1.1, bias=((0, 1.0),))):
+        for own in (None, mask):
+            pick(logits, [Row(sampling, [0], 1, 0, top_n=1)], own)
     continuations(logits, [0.0], [RowSet(0, 1, 2, 2)])
     key = (torch.zeros(1, dtype=torch.int64, device=device),) * 3
     noise.gumbel_all(*key, vocabulary)
@@ -145,7 +146,7 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pen
 
     penalized = any(row.sampling.penalized for row in rows)
     weighed = any(one.temperature > 0 and one.top_p < 1 and not one.top_k for one in (row.sampling for row in rows))
-    found = sample(logits, draws_of(rows, logits.device), _penalties(rows, logits) if penalized else None, mask, weighed)
+    found = sample(logits, draws_of(rows, logits.device), penalties_of(rows, logits) if penalized else None, mask, weighed)
     logprobs = found.logprobs
     wanted = [row.final for row in rows]
     bound = [i for i, row in enumerate(rows) if wanted[i] and not row.sampling.temperature]
@@ -200,11 +201,11 @@ def penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
     if not indices:
         return logits
     own = list_to_device(logits.device, indices)  # indexing with a Python list would synchronize with the device
-    penalties = _penalties([rows[i] for i in indices], logits)
+    penalties = penalties_of([rows[i] for i in indices], logits)
     return logits.index_copy(0, own, penalize(logits.index_select(0, own), penalties))
 
 
-def _penalties(rows: Listing[Row], logits: Tensor) -> Penalties:
+def penalties_of(rows: Listing[Row], logits: Tensor) -> Penalties:
     """The rows' penalties and biases as tensors, by two copies to the device. Rows without any have no entries."""
     device, asked, size = logits.device, [row.sampling for row in rows], len(rows)
     ids, counts, biases = zip(*[_entries(row, logits.shape[1]) for row in rows], strict=True)

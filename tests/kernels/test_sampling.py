@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.kernels import dispatch, noise
 from penstock.kernels import sampling as kernel
 from penstock.kernels.sampling import CANDIDATES, Draws, allow, draw, filtered
-from penstock.shard.decoding.sampler import Pick, Row, _penalties, draws_of, pick
+from penstock.shard.decoding.sampler import Pick, Row, draws_of, penalties_of, pick
 from penstock.shard.decoding.token_counts import TokenCounts
 from penstock.shard.sequence import Sampling
 
@@ -229,7 +229,7 @@ def test_penalties_match_a_plain_loop(seed: int) -> None:
 def test_tokens_are_listed_once_and_only_where_they_count(asked: dict[str, Any], expected: list[tuple[int, int]]) -> None:
     """A bias concerns no token of the text, and a prompt may be long. 50 stands for an image."""
     rows = [Row(Sampling(), [4], 1, 0), Row(Sampling(bias=((1, 1.0),)), [9], 1, 0), Row(Sampling(**asked), [5, 50, 6, 5, 7], 3, 0)]
-    found = _penalties(rows, torch.zeros(3, 40))
+    found = penalties_of(rows, torch.zeros(3, 40))
     assert found.starts.tolist() == [0, 0, 1, 1 + len(expected)]
     assert list(zip(found.ids.tolist(), found.counts.tolist(), strict=True)) == [(1, -1), *expected]
     assert found.biases.tolist() == [
