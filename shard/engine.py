@@ -27,7 +27,6 @@ from .decoding.hypotheses import candidates_of
 from .decoding.methods import strategy_of
 from .decoding.sampler import compile_kernels
 from .decoding.stops import StopStrings
-from .decoding.token_counts import TokenCounts
 from .flight import StepInFlight
 from .forward import Forward, GraphExtent, Record
 from .host_pages import HostPages
@@ -283,10 +282,9 @@ class Engine:
         if group.adapter:
             for sequence in group.sequences:
                 sequence.adapter = self.decoder.adapters.names.index(group.adapter)
-        if group.sampling.counting:
-            repeats = group.sampling.repetition_penalty != 1
+        if group.sampling.penalized:
             for sequence in group.sequences:
-                sequence.counts = TokenCounts(sequence.prompt_length, self.decoder.shape.vocabulary, repeats)
+                sequence.counts = group.sampling.counts(sequence.prompt_length, self.decoder.shape.vocabulary)
         self.books.join(batch, group)
 
     def _decodes(self, batches: Iterable[int], allowance: Allowance | None, outcome: Outcome) -> list[Run]:

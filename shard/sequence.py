@@ -10,6 +10,7 @@ A group's first sequence computes the prompt. The others begin where it ends: a 
 their first tokens; a resumed group has all of them, but those after the first are empty until then.
 """
 
+import sys
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Listing
@@ -52,12 +53,12 @@ class Sampling:
     @property
     def penalized(self) -> bool:
         """Whether penalties or biases change the logits first."""
-        return bool(self.counting or self.bias)
+        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty or self.bias)
 
-    @property
-    def counting(self) -> bool:
-        """Whether penalties depend on the tokens that were there before."""
-        return bool(self.repetition_penalty != 1 or self.frequency_penalty or self.presence_penalty)
+    def counts(self, prompt_length: int, vocabulary: int) -> TokenCounts:
+        """Counts of the tokens that penalties depend on, and the biases, for a sequence with such a prompt."""
+        first = prompt_length if self.frequency_penalty or self.presence_penalty else sys.maxsize
+        return TokenCounts(0 if self.repetition_penalty != 1 else first, prompt_length, vocabulary, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Sequence:
     tried: tuple[tuple[DraftToken, ...], ...] = ()
     acceptance: Acceptance | None = None  # its past acceptance of drafts
     ngram_index: NgramIndex | None = None  # n-grams of its tokens, once drafts were looked up
-    counts: TokenCounts | None = None  # of its tokens, if there are penalties
+    counts: TokenCounts | None = None  # of its tokens, if there are penalties or biases
     draft_progress: DraftProgress | None = None  # how far a draft model has computed it
 
     @property

@@ -25,7 +25,7 @@ from ..step import DeviceSamples
 from .hypotheses import Top
 from .token_counts import Entries, TokenCounts
 
-NO_ENTRIES: Entries = array("i"), array("i"), array("f")
+NO_ENTRIES = Entries(array("i"), array("i"), array("f"), {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Row:
     choice: int  # index among the request's choices: part of the noise's key
     top_n: int = 0  # most probable tokens to report, with their log-probabilities
     bound: bool = False  # by a grammar: a mask is applied
-    counts: TokenCounts | None = None  # of the sequence that it belongs to; None: its tokens are counted for this step alone
+    counts: TokenCounts | None = None  # of its sequence, where penalties need them; None: counted for this step alone
     drafts: int = 0  # how many of the last tokens are not the sequence's yet
 
     @property
@@ -208,11 +208,12 @@ def penalized(logits: Tensor, rows: Listing[Row]) -> Tensor:
 def penalties_of(rows: Listing[Row], logits: Tensor) -> Penalties:
     """The rows' penalties and biases as tensors, by two copies to the device. Rows without any have no entries."""
     device, asked, size = logits.device, [row.sampling for row in rows], len(rows)
-    ids, counts, biases = zip(*[_entries(row, logits.shape[1]) for row in rows], strict=True)
+    entries = [_entries(row, logits.shape[1]) for row in rows]
+    ids, biases = [one.ids for one in entries], [one.biases for one in entries]
     starts = array("i", accumulate(map(len, ids), initial=0))
     if any(biases):
-        biases = tuple(own or array("f", bytes(4 * len(some))) for own, some in zip(biases, ids, strict=True))
-    ints = _joined(starts, *ids, *counts)
+        biases = [own or array("f", bytes(4 * len(some))) for own, some in zip(biases, ids, strict=True)]
+    ints = _joined(starts, *ids, *[one.counts for one in entries])
     floats = _joined(
         array("f", [one.repetition_penalty for one in asked]),
         array("f", [one.frequency_penalty for one in asked]),
@@ -234,10 +235,7 @@ def _entries(row: Row, vocabulary: int) -> Entries:
     own = row.sampling
     if not own.penalized:
         return NO_ENTRIES
-    counts = row.counts
-    if counts is None:
-        counts = TokenCounts(row.prompt_length if own.counting else len(row.tokens), vocabulary, own.repetition_penalty != 1)
-    return counts.entries(row.tokens, row.drafts, own.bias)
+    return (row.counts or own.counts(row.prompt_length, vocabulary)).entries(row.tokens, row.drafts, own.bias)
 
 
 def noised(scores: Tensor, rows: Listing[Row]) -> Iterator[tuple[Filtered, Tensor]]:

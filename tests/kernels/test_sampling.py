@@ -3,6 +3,7 @@ transformers', and a row's result does not depend on other rows."""
 
 import dataclasses
 import random
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -223,7 +224,7 @@ def test_penalties_match_a_plain_loop(seed: int) -> None:
         ({"bias": ((2, 3.0),)}, [(2, -1)]),
         ({"repetition_penalty": 1.2}, [(5, 1), (6, 0), (7, 1)]),
         ({"presence_penalty": 0.5}, [(5, 1), (7, 1)]),
-        ({"frequency_penalty": 0.5, "bias": ((2, 3.0), (7, 1.0), (2, -1.0))}, [(5, 1), (7, 1), (2, -1)]),
+        ({"frequency_penalty": 0.5, "bias": ((2, 3.0), (7, 1.0), (2, -1.0))}, [(2, -1), (7, 1), (5, 1)]),
     ],
 )
 def test_tokens_are_listed_once_and_only_where_they_count(asked: dict[str, Any], expected: list[tuple[int, int]]) -> None:
@@ -239,30 +240,29 @@ def test_tokens_are_listed_once_and_only_where_they_count(asked: dict[str, Any],
 
 
 def test_counts_that_grow_with_a_sequence_are_those_of_its_text() -> None:
-    """With drafts that don't stay, biases for a step, and forks."""
+    """With drafts that don't stay, biases of its own and of single steps, and forks. 10 and 11 stand for images."""
     rng = random.Random(4)
-    for prompt in (True, False):
-        text = [rng.randrange(12) for _ in range(rng.randrange(1, 20))]
-        grown = [(text, TokenCounts(len(text), 10, prompt))]
-        length = len(text)
+    for first in (*[0, 20, sys.maxsize] * 3,):
+        text = [rng.randrange(12) for _ in range(20)]
+        usual = rng.choice([(), ((3, 0.5), (4, 1.0), (3, -2.0))])
+        grown = [(text, TokenCounts(first, 20, 10, usual))]
         for _ in range(60):
-            place = rng.randrange(len(grown))
-            own, counts = grown[place]
+            own, counts = rng.choice(grown)
             if rng.random() < 0.2:
                 grown.append((own[:], counts.copy()))
             own += [rng.randrange(10) for _ in range(rng.choice([0, 1, 1, 3]))]
             drafts = [rng.randrange(10) for _ in range(rng.choice([0, 0, 2, 5]))]
-            bias = [(rng.randrange(10), rng.choice([0.5, -1.0])) for _ in range(rng.choice([0, 0, 3]))]
-            ids, found, biases = counts.entries(own + drafts, len(drafts), bias)
-            output = Counter(own[length:] + drafts)
-            expected = {token: output[token] for token in {*output, *(own[:length] if prompt else ())} if token < 10}
-            added = Counter[int]()
+            bias = rng.choice([usual, usual, ((rng.randrange(10), 0.5), (rng.randrange(10), -1.0))])
+            found = counts.entries(own + drafts, len(drafts), bias)
+            output = Counter(own[20:] + drafts if first <= 20 else ())
+            expected = {token: output[token] for token in {*output, *(own[:20] if first == 0 else ())} if token < 10}
+            added = dict[int, float]()
             for token, value in bias:
-                expected.setdefault(token, -1)
-                added[token] += value  # type: ignore[assignment]
-            assert dict(zip(ids, found, strict=True)) == expected
-            assert len(ids) == len(expected)
-            assert list(biases) == ([added[token] for token in ids] if bias else [])
+                added[token] = added.get(token, 0.0) + value
+            others = {token: -1 for token, _ in (*usual, *bias) if token not in expected}
+            assert dict(zip(found.ids, found.counts, strict=True)) == expected | others
+            assert len(found.ids) == len(expected | others)
+            assert list(found.biases) == ([added.get(token, 0.0) for token in found.ids] if bias else [])
 
 
 # Distribution

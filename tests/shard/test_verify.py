@@ -19,7 +19,6 @@ from penstock.shard.decoding.growth import Drafting, LayeredTree
 from penstock.shard.decoding.proposers import DraftRequest, NgramProposer, Proposal, Proposer
 from penstock.shard.decoding.sampler import Pick, Row
 from penstock.shard.decoding.strategy import Finish
-from penstock.shard.decoding.token_counts import TokenCounts
 from penstock.shard.decoding.tree import Tree, chain, merge
 from penstock.shard.decoding.verify import Draft, DraftToken, TokensView, VerificationRule, deterministic_draft
 from penstock.shard.sequence import Group, Sampling, Thinking
@@ -565,8 +564,8 @@ def test_penalties_count_a_drafted_text_only_once() -> None:
         torch.randn(1, 9),
     )
     expected = sampler.penalized(logits, [Row(sampling, [*text, *more], 3, 0)])
-    counts = TokenCounts(3, 9, True)
-    counts.entries(text)
+    counts = sampling.counts(3, 9)
+    counts.entries(text, 0, ())
     for _ in range(2):
         row = Row(sampling, TokensView(TailOnlyText(text, 4), more), 3, 0, counts=counts, drafts=3)
         assert sampler.penalized(logits, [row]).equal(expected)
