@@ -98,7 +98,7 @@ def _asked(rows: int, vocabulary: int, chance: random.Random) -> tuple[Draws, Pe
 
 def _drawn(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Tokens, and log-probabilities in the distribution that was sampled from, by plain torch."""
-    chosen, final = logits.argmax(-1), torch.zeros(len(logits))
+    chosen, final = logits.argmax(-1), logits.amax(-1) - logits.logsumexp(-1)
     rows = (draws.temperature > 0).nonzero().squeeze(1)
     own = draws.take(rows)
     for part in sampling.filtered(logits[rows], own):

@@ -15,7 +15,7 @@ order of a sort). The noise is made by `logarithm.gumbel`. Typical-p and the top
 Passes over all logits, for rows with usual filters:
 
 1. `survey`: the model's own log-sum-exp, and the largest of every 32 allowed logits (a *bucket*).
-2. `weigh`, for rows with top-p and no top-k: the mass of all tokens.
+2. `weigh`, for greedy rows, and rows with top-p and no top-k: the mass of all tokens.
 
 Then `filter`: the m-th largest of the buckets' maxima is exceeded by at least m logits, and hardly by many more. Those are
 gathered, out of the few buckets that have any, and filters and draw go on among them. The gathered count and mass tell whether all
@@ -70,7 +70,7 @@ FEW = 256  # so many or fewer gathered logits are each compared with each other
 DRAW_PARTS = 4  # parts of a program of `draw`: programs that find their row finished take time, too
 VAGUE = tl.constexpr(1 << 30)  # more than there are tokens
 SCANNED = tl.constexpr(128)  # tokens that `settle` compares at once
-RESTORED = tl.constexpr(1024)  # entries of penalties that it puts back at once
+RESTORED = tl.constexpr(512)  # entries of penalties that it puts back at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Sampled:
 
     tokens: Tensor  # int64: -1 where a row's logits are NaN or infinite, so that nothing could be sampled
     logprobs: Tensor  # float32, under the model's own distribution; NaN where the token is -1
-    final: Tensor  # float32, under the filtered distribution that was drawn from; greedy: 0
+    final: Tensor  # float32, under the filtered distribution that was drawn from; greedy: under that of all allowed tokens
 
 
 @triton.jit(do_not_specialize=STRIDES, do_not_specialize_on_alignment=["peaks", "sums"])
@@ -148,17 +148,18 @@ def weigh_kernel(
     SIZE: tl.constexpr,
     CUDA: tl.constexpr,
 ) -> None:
-    """Sums the mass of SIZE logits of one row, if its filters need the mass of all tokens."""
+    """Sums the mass of SIZE logits of one row, if it is greedy, or its filters need the mass of all tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heat = tl.load(temperature + row)
-    if (heat > 0.0) & (tl.load(top_k + row) == 0) & (tl.load(top_p + row) < 1.0):
+    if (heat == 0.0) | ((tl.load(top_k + row) == 0) & (tl.load(top_p + row) < 1.0)):
         place = row * tl.num_programs(1) + part
         peak = tl.max(tl.load(maxima + place * (SIZE // 32) + tl.arange(0, SIZE // 32)), 0)
         column = part * SIZE + tl.arange(0, SIZE)
         given = row_logits(logits, mask, row, stride, mask_stride)
         values = logits_at(given, column, column < vocabulary, MASKED)
         # Where all are -inf the difference would be NaN.
-        masses = nearly_exp((values - tl.where(peak == float("-inf"), 0.0, peak)) * tl.div_rn(1.0, heat), CUDA)
+        inverse = tl.div_rn(1.0, tl.where(heat == 0.0, 1.0, heat))
+        masses = nearly_exp((values - tl.where(peak == float("-inf"), 0.0, peak)) * inverse, CUDA)
         tl.store(peaks + place, peak)
         tl.store(sums + place, tl.sum(masses, 0))
 
@@ -360,7 +361,7 @@ def filter_kernel(
     if heat == 0.0:
         chosen = _largest(given, largest, best, buckets, vocabulary, MASKED, BUCKETS)
         tl.store(tokens + row, chosen.to(tl.int64))
-        tl.store(finals + row, 0.0)
+        tl.store(finals + row, -tl.log(_weighed(peaks + row * parts, sums + row * parts, parts, best, 1.0, PARTS)))
     elif (k > 0) | (p < 1.0) | (floor > float("-inf")):
         wanted = tl.minimum(tl.where(k > 0, k + k // 4 + 16, LEAST), CAP).to(tl.int32)
         filled = largest > float("-inf")
@@ -575,7 +576,8 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
 
     logits: [rows, vocabulary] float32, its last dimension dense, and each row in memory of its own: with penalties they are
     changed, and put back; draws: of all rows, a temperature of 0 is greedy, typical_p is ignored; penalties: of as many rows; mask:
-    [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without it, rows that have top-p and no top-k are slow.
+    [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without it, rows that have top-p and no top-k are slow, and
+    greedy ones have no final log-probability.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, SPLIT)

@@ -63,8 +63,13 @@ class Row:
     @property
     def unusual(self) -> bool:
         """Whether it needs the plain sampler, because the fused one lacks what it asks for."""
+        return self.sampling.typical_p < 1 or (self.top_n > 0 and self.final)
+
+    @property
+    def weighed(self) -> bool:
+        """Whether the mass of all tokens is needed: for a top-p that no top-k limits, or for a final log-probability."""
         own = self.sampling
-        return own.typical_p < 1 or (self.final and (self.top_n > 0 or (not own.temperature and own.penalized)))
+        return (own.top_p < 1 and not own.top_k) if own.temperature else self.final
 
 
 @dataclass(slots=True)  # created many times a step: frozen ones take three times as long
@@ -144,14 +149,9 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pen
     """Samples with the fused Triton kernels, in few passes over the logits."""
     from ...kernels.fused_sampling import sample
 
-    penalized = any(row.sampling.penalized for row in rows)
-    weighed = any(one.temperature > 0 and one.top_p < 1 and not one.top_k for one in (row.sampling for row in rows))
-    found = sample(logits, draws_of(rows, logits.device), penalties_of(rows, logits) if penalized else None, mask, weighed)
-    logprobs = found.logprobs
-    wanted = [row.final for row in rows]
-    bound = [i for i, row in enumerate(rows) if wanted[i] and not row.sampling.temperature]
-    if bound and mask is not None:
-        _report_bound(logits, mask, found.tokens, found.final, list_to_device(logits.device, bound))
+    penalties = penalties_of(rows, logits) if any(row.sampling.penalized for row in rows) else None
+    found = sample(logits, draws_of(rows, logits.device), penalties, mask, any(row.weighed for row in rows))
+    logprobs, wanted = found.logprobs, [row.final for row in rows]
     if any(wanted):
         final = to_device(torch.tensor(wanted), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
@@ -167,12 +167,6 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pen
         ]
 
     return PendingPicks(lambda: DeviceSamples(found.tokens), arrival.wait, take)
-
-
-def _report_bound(logits: Tensor, mask: Tensor, tokens: Tensor, final: Tensor, rows: Tensor) -> None:
-    """Overwrites `final` for greedy rows that a grammar constrains: log-probabilities among the allowed tokens."""
-    allowed = allow(logits[rows], mask[rows])
-    final[rows] = allowed.gather(1, tokens[rows].clamp(min=0).unsqueeze(1)).squeeze(1) - allowed.logsumexp(-1)
 
 
 def _pick_plainly(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> list[Pick | None]:

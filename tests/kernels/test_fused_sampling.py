@@ -144,7 +144,7 @@ def make_draws(rows: int, **fields: Any) -> Draws:
 
 def sample_by_reference(logits: Tensor, parameters: Draws) -> tuple[Tensor, Tensor]:
     """Tokens, and their log-probabilities in the final distribution, by `sampling.py`."""
-    tokens, final = logits.argmax(-1), torch.zeros(len(logits), device=DEVICE)
+    tokens, final = logits.argmax(-1), logits.amax(-1) - logits.logsumexp(-1)
     rows = (parameters.temperature > 0).nonzero().squeeze(1)
     sampled_parameters = parameters.take(rows)
     for part in filtered(logits[rows], sampled_parameters):

@@ -432,18 +432,22 @@ def test_final_logprobs_respect_the_grammar_mask_and_raw_logprobs_do_not(
     monkeypatch: pytest.MonkeyPatch, route: str, top_n: int
 ) -> None:
     """As in text-generation-inference with final_logprobs; otherwise log-probabilities and top tokens are the model's own, without
-    the mask."""
+    the mask and penalties."""
     if route == "triton":
         pytest.importorskip("triton")
-    logits = logits_of(3, 70)
-    allowed = torch.zeros(3, 96, dtype=torch.bool)
+    logits, penalized = logits_of(5, 70), Sampling(repetition_penalty=1.7, presence_penalty=0.5, final_logprobs=True)
+    allowed = torch.zeros(5, 96, dtype=torch.bool)
     allowed[:, 5:70:7] = True
+    allowed[4, :70] = True
     mask = torch.from_numpy(numpy.packbits(allowed.numpy(), axis=1, bitorder="little").view(numpy.int32))
     rows = [Row(Sampling(final_logprobs=final), [1], 1, 0, top_n, bound=True) for final in (True, False, True)]
+    best = logits.masked_fill(~allowed[:, :70], -torch.inf).argmax(-1).tolist()
+    rows += [Row(penalized, [12, best[3]], 1, 0, top_n, bound=True), Row(penalized, [best[4]], 1, 0, top_n)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with dispatch.forced(route):
         found = pick(logits.to(device), rows, mask.to(device))
-    masked_logits = logits.masked_fill(~allowed[:, :70], -torch.inf)
+    scores = torch.tensor([penalties_by_loop(one.tolist(), row) for one, row in zip(logits, rows, strict=True)])
+    masked_logits = scores.masked_fill(~allowed[:, :70], -torch.inf)
     tokens = masked_logits.argmax(-1)
     for i, one in enumerate(found):
         assert one is not None
