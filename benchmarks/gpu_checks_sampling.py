@@ -76,7 +76,7 @@ def _asked(rows: int, vocabulary: int, chance: random.Random) -> tuple[Draws, Pe
         top_k=column([0, 0, 1, 20, 200]).long(),
         top_p=column([1.0, 1.0, 0.5, 0.9, 0.99]),
         min_p=column([0.0, 0.0, 0.01, 0.2]),
-        typical_p=torch.ones(rows),
+        typical_p=column([1.0, 1.0, 0.3, 0.95]),
         seeds=torch.randint(-(1 << 63), (1 << 63) - 1, (rows,)),
         choices=torch.arange(rows) % 3,
         positions=torch.arange(rows) * 7,

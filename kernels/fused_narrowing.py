@@ -193,7 +193,7 @@ def finish_kernel(
             least = tl.maximum(least, threshold_of(key_of(scores), masses, target - above))
             # By rounding those above may have all that is wanted: then no key is too high for the threshold. They all stay.
             least = tl.minimum(least, key_of(tl.div_rn(high - best, heat)))
-        tl.store(limits + row, lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
+        tl.store(limits + row, lowest_logit(best, heat, 0.0, tl.maximum(least, key_of(floor))))
 
 
 def narrow(given: Given, draws: Draws, bests: Tensor, bracket: Sequence[Tensor], limits: Tensor, split: int, block: int) -> None:

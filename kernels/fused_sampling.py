@@ -6,11 +6,12 @@ log-probabilities.
         the k-th largest                                    top-k: Fan et al. 2018, arXiv:1805.04833
         the last that is needed for the mass p              top-p: Holtzman et al. 2019, arXiv:1904.09751
         log(min_p)                                          min-p: Nguyen et al. 2024, arXiv:2407.01082
+    kept = those of kept that are nearest to their mean     typical-p: Meister et al. 2022, arXiv:2202.00666
     token = argmax of kept + Gumbel noise                   a draw from softmax(kept): see `sampling.draw`
 
 The reference is `sampling.py`, with two differences. Of tokens that tie at the edge of top-p all stay (there it depends on the
-order of a sort). The noise is made by `logarithm.gumbel`. Typical-p and the top tokens of a filtered distribution are left to
-`sampling.py`.
+order of a sort). The noise is made by `logarithm.gumbel`. The top tokens of a filtered distribution are left to `sampling.py`.
+Typical-p compares a token's information content with the entropy: they differ as much as its score and the mean score.
 
 Passes over all logits, for rows with usual filters:
 
@@ -31,6 +32,7 @@ Penalties change logits between survey and filter (`fused_penalties`), and `sett
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -51,6 +53,7 @@ from .row_logits import (
     Given,
     compilations_of,
     far_limit,
+    far_typical,
     key_of,
     logits_at,
     lowest_logit,
@@ -231,9 +234,15 @@ def _weighed(peaks, sums, parts, best, heat, PARTS: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _drawn(kept, scores, masses, ids, floor, seed, choice, position, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mean(kept, scores, masses):  # type: ignore[no-untyped-def]
+    """The mean score of tokens that are kept, and their mass."""
+    most = tl.sum(tl.where(kept, masses, 0.0), 0)
+    return tl.div_rn(tl.sum(tl.where(kept, masses * scores, 0.0), 0), most), most
+
+
+@triton.jit
+def _drawn(kept, scores, masses, ids, seed, choice, position, CUDA: tl.constexpr):  # type: ignore[no-untyped-def]
     """The token that is drawn of those kept, and its log-probability among these."""
-    kept = kept & (scores >= floor)
     noisy = tl.where(kept, scores + gumbel_of_ids(seed, choice, position, ids, CUDA), float("-inf"))
     chosen = tl.min(tl.where(kept & (noisy == tl.max(noisy, 0)), ids, 0x7FFFFFFF), 0)
     own = tl.max(tl.where(kept & (ids == chosen), scores, float("-inf")), 0)
@@ -242,7 +251,7 @@ def _drawn(kept, scores, masses, ids, floor, seed, choice, position, CUDA: tl.co
 
 @triton.jit
 def _among_few(  # type: ignore[no-untyped-def]
-    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, total, seed, choice, position,
+    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, share, total, seed, choice, position,
     FEW: tl.constexpr, CUDA: tl.constexpr
 ):  # fmt: skip
     """Filters `count` gathered tokens, at most FEW, and draws one: whether all that may be kept is among them, the token, and its
@@ -270,14 +279,24 @@ def _among_few(  # type: ignore[no-untyped-def]
         enough = everything | (tl.sum(usable.to(tl.int32), 0) >= k)
     elif p < 1.0:
         enough = everything | (mass >= p * total)
-    kept = kept & (mass_above < tl.where(p < 1.0, p * total, float("inf")))
-    chosen, final = _drawn(kept, scores, masses, ids, floor, seed, choice, position, CUDA)
+    kept = kept & (mass_above < tl.where(p < 1.0, p * total, float("inf"))) & (scores >= floor)
+    if share < 1.0:
+        lowest, (mean, most) = tl.min(tl.where(kept, scores, float("inf")), 0), _mean(kept, scores, masses)
+        nearer = tl.zeros([FEW], tl.float32)
+        for start in range(0, count, 16):
+            other = start + tl.arange(0, 16)
+            theirs = tl.load(gathered + other, mask=other < count, other=float("-inf"))
+            their_masses = tl.load(gathered_masses + other, mask=other < count, other=0.0)
+            near = (theirs >= lowest)[:, None] & (tl.abs(theirs - mean)[:, None] < tl.abs(scores - mean)[None, :])
+            nearer += tl.sum(tl.where(near, their_masses[:, None], 0.0), 0)
+        kept = kept & (nearer < share * most)
+    chosen, final = _drawn(kept, scores, masses, ids, seed, choice, position, CUDA)
     return enough, chosen, final
 
 
 @triton.jit
 def _among_many(  # type: ignore[no-untyped-def]
-    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, total, seed, choice, position,
+    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, share, total, seed, choice, position,
     CAP: tl.constexpr, CUDA: tl.constexpr
 ):  # fmt: skip
     """As `_among_few`, for up to CAP tokens: by bisection for thresholds."""
@@ -300,8 +319,12 @@ def _among_many(  # type: ignore[no-untyped-def]
         enough = everything | (tl.sum(weights, 0) >= p * total)
     if p < 1.0:
         threshold = tl.maximum(threshold, threshold_of(keys, weights, p * total))
-    kept = usable & (keys >= threshold)
-    chosen, final = _drawn(kept, scores, masses, ids, floor, seed, choice, position, CUDA)
+    kept = usable & (keys >= threshold) & (scores >= floor)
+    if share < 1.0:
+        mean, most = _mean(kept, scores, masses)
+        nearness = key_of(-tl.abs(scores - mean))
+        kept = kept & (nearness >= threshold_of(nearness, tl.where(kept, masses, 0.0), share * most))
+    chosen, final = _drawn(kept, scores, masses, ids, seed, choice, position, CUDA)
     return enough, chosen, final
 
 
@@ -314,6 +337,7 @@ def filter_kernel(
     top_k: tl.tensor,
     top_p: tl.tensor,
     min_p: tl.tensor,
+    typical_p: tl.tensor,
     seeds: tl.tensor,
     choices: tl.tensor,
     positions: tl.tensor,
@@ -326,6 +350,7 @@ def filter_kernel(
     tokens: tl.tensor,  # [rows] int64, out: -1 where `draw` has to go over all logits
     bests: tl.tensor,  # [rows] float32, out: the largest logit
     limits: tl.tensor,  # [rows] float32, out: the lowest logit that stays
+    uppers: tl.tensor,  # [rows] float32, out: what logits that stay are below
     finals: tl.tensor,  # [rows] float32, out: the token's log-probability
     lows: tl.tensor,  # [rows] float32, out: what is not above the limit, if `narrow` is to find it
     highs: tl.tensor,  # [rows] float32, out: what is above the limit
@@ -352,17 +377,18 @@ def filter_kernel(
     place = tl.arange(0, BUCKETS)
     largest = tl.load(maxima + row * buckets + place, mask=place < buckets, other=float("-inf"))
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
-    floor = lowest_score(min_p, row)
+    floor, share = lowest_score(min_p, row), tl.load(typical_p + row)
     best = tl.max(largest, 0)
     tl.store(bests + row, best)
     tl.store(limits + row, float("-inf"))
     tl.store(tokens + row, -1)
     tl.store(targets + row, 0.0)
+    tl.store(uppers + row, float("inf"))
     if heat == 0.0:
         chosen = _largest(given, largest, best, buckets, vocabulary, MASKED, BUCKETS)
         tl.store(tokens + row, chosen.to(tl.int64))
         tl.store(finals + row, -tl.log(_weighed(peaks + row * parts, sums + row * parts, parts, best, 1.0, PARTS)))
-    elif (k > 0) | (p < 1.0) | (floor > float("-inf")):
+    elif (k > 0) | (p < 1.0) | (floor > float("-inf")) | (share < 1.0):
         wanted = tl.minimum(tl.where(k > 0, k + k // 4 + 16, LEAST), CAP).to(tl.int32)
         filled = largest > float("-inf")
         pivot, few = _pivot(largest, filled, best, wanted)
@@ -390,18 +416,20 @@ def filter_kernel(
         if enough:
             if count <= FEW:
                 enough, chosen, final = _among_few(
-                    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, total, seed, choice, position,
+                    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, share, total,
+                    seed, choice, position,
                     FEW, CUDA,
                 )  # fmt: skip
             else:
                 enough, chosen, final = _among_many(
-                    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, total, seed, choice, position,
+                    gathered, gathered_masses, gathered_ids, count, everything, edge, k, p, floor, share, total,
+                    seed, choice, position,
                     CAP, CUDA,
                 )  # fmt: skip
         if enough:
             tl.store(tokens + row, tl.minimum(chosen, vocabulary - 1).to(tl.int64))
             tl.store(finals + row, final)
-        elif wanted_parts > 0:
+        elif (wanted_parts > 0) & (share >= 1.0):
             # All tokens below `low` together have less than the mass that top-p leaves out; those above `pivot` have too little.
             low = tl.log((1.0 - p) * total / vocabulary) - 0.01
             tl.store(lows + row, best + tl.minimum(low, 0.0) * heat - 1e-6 * tl.abs(best))
@@ -409,7 +437,12 @@ def filter_kernel(
             tl.store(targets + row, p * total)
         else:
             least = far_limit(given, best, heat, k, p, vocabulary, MASKED, 2 * BLOCK)
-            tl.store(limits + row, lowest_logit(best, heat, tl.maximum(least, key_of(floor))))
+            limit = lowest_logit(best, heat, 0.0, tl.maximum(least, key_of(floor)))
+            if share < 1.0:
+                mean, radius = far_typical(given, best, heat, limit, share, vocabulary, MASKED, 2 * BLOCK)
+                limit = tl.maximum(limit, lowest_logit(best, heat, mean, key_of(-radius)))
+                tl.store(uppers + row, lowest_logit(best, heat, mean, key_of(radius) + 1))
+            tl.store(limits + row, limit)
 
 
 @triton.jit(do_not_specialize=["parts", *STRIDES], do_not_specialize_on_alignment=PER_ROW)
@@ -423,6 +456,7 @@ def draw_kernel(
     tokens: tl.tensor,  # [rows]: only rows with -1 are worked on
     bests: tl.tensor,
     limits: tl.tensor,
+    uppers: tl.tensor,
     noisiest: tl.tensor,  # [rows, parts] float32, out: the largest score plus noise, off by less than NEARLY
     ids: tl.tensor,  # [rows, parts] int32, out: its token; less VAGUE if others may have more
     sums: tl.tensor,  # [rows, parts] float32, out: sum of exp(score) of all that stay
@@ -441,8 +475,9 @@ def draw_kernel(
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(tokens + row) < 0:
-        best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
-        seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
+        best, limit, upper = tl.load(bests + row), tl.load(limits + row), tl.load(uppers + row)
+        heat, seed = tl.load(temperature + row), tl.load(seeds + row)
+        choice, position = tl.load(choices + row), tl.load(positions + row)
         given = row_logits(logits, mask, row, stride, mask_stride)
         for part in range(tl.program_id(1) * OWN, tl.minimum((tl.program_id(1) + 1) * OWN, parts)):
             quads = part * (SIZE // 4) + tl.arange(0, SIZE // 4)
@@ -450,7 +485,7 @@ def draw_kernel(
             values = logits_at(given, column, column < vocabulary, MASKED)
             noise = nearly_gumbel_of_quads(seed, choice, position, quads, CUDA)
             scores = (values - best) * tl.div_rn(1.0, heat)
-            kept = values >= limit
+            kept = (values >= limit) & (values < upper)
             noisy = tl.where(kept, scores + noise, float("-inf"))
             largest = tl.max(noisy, 0)
             near = noisy >= largest - 2 * NEARLY
@@ -464,14 +499,14 @@ def draw_kernel(
 
 @triton.jit
 def _exactly(  # type: ignore[no-untyped-def]
-    given, column, inside, best, heat, limit, seed, choice, position, MASKED:
+    given, column, inside, best, heat, limit, upper, seed, choice, position, MASKED:
     tl.constexpr, CUDA: tl.constexpr
 ):  # fmt: skip
-    """Scores of some tokens, and these with noise, -inf where `limit` excludes them; both to the last bit."""
+    """Scores of some tokens, and these with noise, -inf where `limit` or `upper` excludes them; both to the last bit."""
     values = logits_at(given, column, inside, MASKED)
     scores = tl.div_rn(values - best, heat)
     noisy = scores + gumbel_of_ids(seed, choice, position, column, CUDA)
-    return scores, tl.where(inside & (values >= limit), noisy, float("-inf"))
+    return scores, tl.where(inside & (values >= limit) & (values < upper), noisy, float("-inf"))
 
 
 @triton.jit(
@@ -486,6 +521,7 @@ def settle_kernel(
     positions: tl.tensor,
     bests: tl.tensor,
     limits: tl.tensor,
+    uppers: tl.tensor,
     peaks: tl.tensor,  # [rows, parts], from `survey_kernel`
     masses: tl.tensor,  # [rows, parts], from `survey_kernel`
     noisiest: tl.tensor,  # [rows, parts], from `draw_kernel`, for rows whose token is -1
@@ -518,8 +554,9 @@ def settle_kernel(
     own += tl.log(tl.load(masses + place, mask=inside, other=1.0))
     given = row_logits(logits, mask, row, stride, mask_stride)
     if token < 0:
-        best, limit, heat = tl.load(bests + row), tl.load(limits + row), tl.load(temperature + row)
-        seed, choice, position = tl.load(seeds + row), tl.load(choices + row), tl.load(positions + row)
+        best, limit, upper = tl.load(bests + row), tl.load(limits + row), tl.load(uppers + row)
+        heat, seed = tl.load(temperature + row), tl.load(seeds + row)
+        choice, position = tl.load(choices + row), tl.load(positions + row)
         noisy = tl.load(noisiest + place, mask=inside, other=float("-inf"))
         near = inside & (noisy >= tl.max(noisy, 0) - 2 * NEARLY)
         column = tl.load(ids + place, mask=near, other=0)
@@ -532,6 +569,7 @@ def settle_kernel(
             best,
             heat,
             limit,
+            upper,
             seed,
             choice,
             position,
@@ -549,7 +587,7 @@ def settle_kernel(
                 scanned = first * SPLIT + start + tl.arange(0, SCANNED)
                 their_scores, theirs = _exactly(
                     given, scanned, scanned < vocabulary, best,
-                    heat, limit, seed, choice, position, MASKED, CUDA,
+                    heat, limit, upper, seed, choice, position, MASKED, CUDA,
                 )  # fmt: skip
                 most = tl.max(theirs, 0)
                 other = tl.min(tl.where(theirs == most, scanned, 0x7FFFFFFF), 0)
@@ -575,7 +613,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     """Samples one token for every row.
 
     logits: [rows, vocabulary] float32, its last dimension dense, and each row in memory of its own: with penalties they are
-    changed, and put back; draws: of all rows, a temperature of 0 is greedy, typical_p is ignored; penalties: of as many rows; mask:
+    changed, and put back; draws: of all rows, a temperature of 0 is greedy; penalties: of as many rows; mask:
     [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without it, rows that have top-p and no top-k are slow, and
     greedy ones have no final log-probability.
     """
@@ -592,10 +630,10 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     changed = (peaks, peaks, peaks)
     if penalties is not None:
         changed = change(logits, penalties, mask, maxima), penalties.starts, penalties.ids
-    tokens, finals, bests, limits, *drawn = _choose(given, draws, maxima, parts, weighed)
+    tokens, finals, found, *drawn = _choose(given, draws, maxima, parts, weighed)
     logprobs = torch.empty(rows, device=device)
     settle_kernel[(rows,)](
-        *given.tensors, draws.temperature, draws.seeds, draws.choices, draws.positions, bests, limits, peaks, sums, *drawn, tokens,
+        *given.tensors, draws.temperature, draws.seeds, draws.choices, draws.positions, *found, peaks, sums, *drawn, tokens,
         finals, logprobs, *changed, vocabulary, parts, *given.strides, **given.constants, SIZE=triton.next_power_of_2(parts),
         SPLIT=SPLIT, CHANGED=penalties is not None, CUDA=on_nvidia(device), num_warps=1, enable_fp_fusion=False,
         **begin_early(device),
@@ -603,9 +641,9 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     return Sampled(tokens, logprobs, finals)
 
 
-def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool) -> tuple[Tensor, ...]:
-    """Tokens and their log-probabilities; the largest logits and the lowest that stay; and, for rows whose token is -1, what
-    `draw` has found in each part."""
+def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool) -> tuple[Any, ...]:
+    """Tokens and their log-probabilities; what is known of each row; and, for rows whose token is -1, what `draw` has found in each
+    part."""
     rows, vocabulary = given.logits.shape
     device = given.logits.device
     peaks, masses = torch.empty(2, rows, parts, device=device).unbind()
@@ -618,25 +656,27 @@ def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: boo
     gathered, gathered_masses = torch.empty(2, rows, CAPACITY, device=device).unbind()
     gathered_ids = torch.empty(rows, CAPACITY, dtype=torch.int32, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    bests, limits, finals, *bracket = torch.empty(6, rows, device=device).unbind()
+    bests, limits, uppers, finals, *bracket = torch.empty(7, rows, device=device).unbind()
+    found = bests, limits, uppers  # the largest logits, the lowest that stay, and what these are below
     keys = (draws.seeds, draws.choices, draws.positions)
     filter_kernel[(rows,)](
-        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, draws.min_p, *keys, peaks, masses, listed,
-        gathered, gathered_masses, gathered_ids, tokens, bests, limits, finals, *bracket, vocabulary, *given.strides,
-        maxima.shape[1], parts if weighed else 0, **given.constants, BUCKETS=triton.next_power_of_2(maxima.shape[1]),
-        PARTS=triton.next_power_of_2(parts), CAP=CAPACITY, FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE,
-        CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False, **begin_early(device),
+        *given.tensors, maxima, draws.temperature, draws.top_k, draws.top_p, draws.min_p, draws.typical_p, *keys, peaks, masses,
+        listed, gathered, gathered_masses, gathered_ids, tokens, *found, finals, *bracket, vocabulary,
+        *given.strides, maxima.shape[1], parts if weighed else 0, **given.constants,
+        BUCKETS=triton.next_power_of_2(maxima.shape[1]), PARTS=triton.next_power_of_2(parts), CAP=CAPACITY,
+        FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
+        **begin_early(device),
     )  # fmt: skip
     if weighed:
         narrow(given, draws, bests, bracket, limits, SPLIT, 2 * AT_ONCE)
     noisiest, sums = torch.empty(2, rows, parts, device=device).unbind()
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)
     draw_kernel[(rows, triton.cdiv(parts, DRAW_PARTS))](
-        *given.tensors, draws.temperature, *keys, tokens, bests, limits, noisiest, ids, sums, vocabulary, *given.strides, parts,
+        *given.tensors, draws.temperature, *keys, tokens, *found, noisiest, ids, sums, vocabulary, *given.strides, parts,
         **given.constants, SIZE=SPLIT, OWN=DRAW_PARTS, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
         **begin_early(device),
     )  # fmt: skip
-    return tokens, finals, bests, limits, noisiest, ids, sums
+    return tokens, finals, found, noisiest, ids, sums
 
 
 def compilations() -> list[Compilation]:

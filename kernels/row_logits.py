@@ -17,8 +17,8 @@ LOWEST = tl.constexpr(-0x80000000)
 WARPS = 8  # of kernels that load thousands of logits at once
 # Arguments with one number per row or program: their alignment depends on the number of rows, and doesn't matter.
 PER_ROW = [
-    "temperature", "top_k", "top_p", "min_p", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
-    "noisiest", "ids", "sums", "lows", "highs", "targets",
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "seeds", "choices", "positions", "tokens", "bests", "limits", "finals",
+    "uppers", "noisiest", "ids", "sums", "lows", "highs", "targets",
 ]  # fmt: skip
 STRIDES = ["mask_stride"]  # of what there may not be
 TYPES = {  # of arguments of all kernels on logits
@@ -29,7 +29,7 @@ TYPES = {  # of arguments of all kernels on logits
     "limits": "*fp32", "finals": "*fp32", "buckets": "i32:16", "listed": "*i32", "noisiest": "*fp32", "ids": "*i32",
     "lows": "*fp32", "highs": "*fp32", "targets": "*fp32",
     "found": "*fp32", "counts": "*i32", "higher": "*fp32", "rounds": "i32", "masses": "*fp32", "logprobs": "*fp32", "parts": "i32",
-    "olds": "*fp32", "starts": "*i32", "entries": "*i32",
+    "olds": "*fp32", "starts": "*i32", "entries": "*i32", "typical_p": "*fp32", "uppers": "*fp32",
 }  # fmt: skip
 
 
@@ -154,16 +154,46 @@ def far_limit(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def lowest_logit(best, heat, least):  # type: ignore[no-untyped-def]
-    """The lowest logit whose score has a key that is not below `least`: scores never fall where logits rise."""
-    low, high = tl.full((), -0x80000000, tl.int64), key_of(best).to(tl.int64)
+def lowest_logit(best, heat, mean, least):  # type: ignore[no-untyped-def]
+    """The lowest logit whose score, less `mean`, has a key that is not below `least`: scores never fall where logits rise. A number
+    above the best if there is none."""
+    low, high = tl.full((), -0x80000000, tl.int64), key_of(best).to(tl.int64) + 1
     for _ in range(33):
         middle = low + ((high - low) >> 1)
         value = tl.maximum(value_of(middle.to(tl.int32)), float("-inf"))  # there are NaNs below
-        enough = key_of(tl.div_rn(value - best, heat)) >= least
+        enough = key_of(tl.div_rn(value - best, heat) - mean) >= least
         low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
         low = tl.minimum(low, high)
     return tl.maximum(value_of(high.to(tl.int32)), float("-inf"))
+
+
+@triton.jit
+def far_typical(  # type: ignore[no-untyped-def]
+    given, best, heat, limit, share, vocabulary, MASKED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The mean of the scores of all tokens of the row that are not below `limit`, and the distance from it within which these have
+    a share of their mass."""
+    sums, products = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        values = logits_at(given, column, column < vocabulary, MASKED)
+        scores = tl.where((values >= limit) & (values > float("-inf")), tl.div_rn(values - best, heat), float("-inf"))
+        sums += tl.exp(scores)
+        products += tl.where(scores > float("-inf"), tl.exp(scores) * scores, 0.0)
+    total = tl.sum(sums, 0)
+    mean = tl.div_rn(tl.sum(products, 0), total)
+    low, high = tl.zeros((), tl.int32), tl.full((), 0x7F800000, tl.int32)  # bits of a distance, which order as it does
+    while low < high:
+        middle = low + ((high - low) >> 1)
+        near = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            values = logits_at(given, column, column < vocabulary, MASKED)
+            scores = tl.where((values >= limit) & (values > float("-inf")), tl.div_rn(values - best, heat), float("-inf"))
+            near += tl.where(tl.abs(scores - mean) <= middle.to(tl.float32, bitcast=True), tl.exp(scores), 0.0)
+        enough = tl.sum(near, 0) >= share * total
+        low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
+    return mean, high.to(tl.float32, bitcast=True)
 
 
 def compilations_of(cases: Sequence[tuple[str, Any, dict[str, Any], int]]) -> list[Compilation]:

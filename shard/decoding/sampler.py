@@ -63,7 +63,7 @@ class Row:
     @property
     def unusual(self) -> bool:
         """Whether it needs the plain sampler, because the fused one lacks what it asks for."""
-        return self.sampling.typical_p < 1 or (self.top_n > 0 and self.final)
+        return self.top_n > 0 and self.final
 
     @property
     def weighed(self) -> bool:

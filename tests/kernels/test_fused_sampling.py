@@ -164,10 +164,11 @@ def check_against_reference(found: Sampled, logits: Tensor, allowed: Tensor, par
 
 
 MIXED_FILTERS = {
-    "temperature": [0.0, 1.0, 0.6, 1.0, 1.5, 1.0, 0.3, 0.9, 1.0],
-    "top_k": [0, 0, 5, 0, 0, 20, 0, 1, 8],
-    "top_p": [1.0, 1.0, 1.0, 0.5, 1.0, 0.8, 0.9, 1.0, 0.01],
-    "min_p": [0.0, 0.0, 0.0, 0.0, 0.3, 0.01, 0.1, 0.0, 0.2],
+    "temperature": [0.0, 1.0, 0.6, 1.0, 1.5, 1.0, 0.3, 0.9, 1.0, 0.8, 1.0],
+    "top_k": [0, 0, 5, 0, 0, 20, 0, 1, 8, 10, 0],
+    "top_p": [1.0, 1.0, 1.0, 0.5, 1.0, 0.8, 0.9, 1.0, 0.01, 0.95, 1.0],
+    "min_p": [0.0, 0.0, 0.0, 0.0, 0.3, 0.01, 0.1, 0.0, 0.2, 0.0, 0.0],
+    "typical_p": [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.7, 0.4],
 }
 
 
@@ -198,6 +199,40 @@ def test_top_p_that_needs_more_mass_than_the_gathered_tokens_have(rng: random.Ra
     logits = torch.randn(1, 500, device=DEVICE) / 3
     parameters = make_draws(1, top_p=0.5)
     check_against_reference(sample(logits, parameters, None, None), logits, logits, parameters)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("flat", [1.0, 3.0])
+def test_typical_p_keeps_the_tokens_nearest_to_the_entropy(flat: float, masked: bool, rng: random.Random) -> None:
+    """Alone, and of what other filters keep: of a few tokens, of many, and of more than are gathered."""
+    fields = {
+        "typical_p": [0.2, 0.9, 0.5, 0.95, 0.6, 0.3, 0.5, 0.8, 0.9, 0.99],
+        "top_k": [0, 0, 8, 10, 40, 40, 200, 200, 0, 0],
+        "top_p": [1.0, 1.0, 1.0, 0.95, 1.0, 0.9, 1.0, 0.99, 0.97, 1.0],
+        "min_p": [0.0, 0.0, 0.0, 0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 0.1],
+        "temperature": [1.0, 0.5, 1.0, 0.1, 2.0, 1.0, 1.0, 0.7, 1.0, 1.0],
+    }
+    rows, vocabulary = 10, 700
+    logits, parameters = torch.randn(rows, vocabulary, device=DEVICE) * flat, make_draws(rows, **fields)
+    words = torch.randint(-(1 << 31), 1 << 31, (rows, -(-vocabulary // 32)), device=DEVICE).int() if masked else None
+    allowed = allow(logits, words) if words is not None else logits
+    check_against_reference(sample(logits, parameters, None, words), logits, allowed, parameters)
+
+
+def test_typical_p_keeps_all_of_equal_logits(rng: random.Random) -> None:
+    """At the edge of what it keeps, and everywhere; more of them than are gathered."""
+    logits = torch.tensor([0.0] * 300 + [-3.0] * 100 + [-9.0] * 50, device=DEVICE).repeat(3, 1)
+    logits[1:] = 0.25
+    parameters = make_draws(3, typical_p=[0.999, 0.3, 0.3], top_k=[0, 0, 7])
+    found = sample(logits, parameters, None, None)
+    assert found.final.tolist() == pytest.approx([logits[0, :400].log_softmax(-1)[found.tokens[0]].item(), *[-math.log(450)] * 2])
+
+
+def test_typical_p_compares_only_what_other_filters_keep(rng: random.Random) -> None:
+    """Tokens that top-k leaves out are nearer to the mean than the best one."""
+    values = torch.tensor([0.0, *[-1.0] * 6, *[-1.2] * 6, *[-50.0] * 10], device=DEVICE)
+    found = sample(values.unsqueeze(0), make_draws(1, typical_p=0.8, top_k=7), None, None)
+    assert found.final.item() == pytest.approx((values[found.tokens] - values[:7].logsumexp(0)).item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("slots", [128, 4])
