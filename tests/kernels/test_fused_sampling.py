@@ -228,11 +228,16 @@ def test_typical_p_keeps_all_of_equal_logits(rng: random.Random) -> None:
     assert found.final.tolist() == pytest.approx([logits[0, :400].log_softmax(-1)[found.tokens[0]].item(), *[-math.log(450)] * 2])
 
 
-def test_typical_p_compares_only_what_other_filters_keep(rng: random.Random) -> None:
+@pytest.mark.parametrize("few", [4, 64])
+def test_typical_p_compares_only_what_other_filters_keep(few: int, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that top-k leaves out are nearer to the mean than the best one."""
-    values = torch.tensor([0.0, *[-1.0] * 6, *[-1.2] * 6, *[-50.0] * 10], device=DEVICE)
-    found = sample(values.unsqueeze(0), make_draws(1, typical_p=0.8, top_k=7), None, None)
-    assert found.final.item() == pytest.approx((values[found.tokens] - values[:7].logsumexp(0)).item(), abs=1e-5)
+    monkeypatch.setattr(fused_sampling, "FEW", few)
+    values = torch.full((33 * 32,), -50.0, device=DEVICE)
+    values[::32] = torch.tensor([0.0, *[-1.0] * 6, *[-1.2] * 6, *[-3.0] * 20], device=DEVICE)
+    for seed in range(6):
+        parameters = make_draws(1, typical_p=0.8, top_k=7, seeds=torch.tensor([seed], device=DEVICE))
+        found = sample(values.unsqueeze(0), parameters, None, None)
+        assert found.final.item() == pytest.approx((values[found.tokens] - values[: 7 * 32].logsumexp(0)).item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("slots", [128, 4])
