@@ -48,7 +48,7 @@ def penalize_kernel(
     repetition: tl.tensor,
     frequency: tl.tensor,
     presence: tl.tensor,
-    biased: tl.tensor,  # 0: there are no biases
+    biased: tl.tensor,  # entries that have a bias: none, or all
     vocabulary: tl.tensor,
     stride: tl.tensor,
     mask_stride: tl.tensor,
@@ -71,7 +71,7 @@ def penalize_kernel(
         inside = entry < end
         token = tl.load(ids + entry, mask=inside, other=0)
         count = tl.load(counts + entry, mask=inside, other=-1)
-        bias = tl.load(biases + entry, mask=inside & (biased != 0), other=0.0)
+        bias = tl.load(biases + entry, mask=inside & (entry < biased), other=0.0)
         bucket = token // 32
         old = tl.load(logits + token, mask=inside, other=0.0)
         largest = tl.load(maxima + bucket, mask=inside, other=0.0)
