@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels.sampling import allow
-from ..kernels.transfer import to_device
+from ..kernels.transfer import list_to_device, to_device
 from .decoding.expansion import Candidate
 from .decoding.grammar import NOWHERE, Grammars, GrammarState, Unusable, bit
 from .decoding.growth import Frontier, Model
@@ -34,7 +34,8 @@ PATIENCE = 0.05
 class StepMasks:
     """The token masks of a step."""
 
-    mask: Tensor  # [rows of the step, words]; all bits are set in unconstrained rows
+    mask: Tensor  # [distinct rows, words]; all bits are set in the last one, which is for unconstrained rows
+    places: list[int]  # of each row of the step: its row there
     closed: list[bool]  # of each row, whether it is a draft's after which no token is allowed
     problems: dict[int, str]  # by uid: why a group can't go on
     seconds: float
@@ -70,7 +71,7 @@ class Masks:
         began = time.perf_counter()
         problems: dict[int, str] = {}
         bound: list[tuple[Group, Sequence, GrammarState]] = []
-        places: list[int] = []  # of each row of the step: its row among those of `bound`; -1: the one behind them, for no grammar
+        places: list[int] = []  # of each row of the step: its row among those of `bound`; -1: the one behind them
         first = 0
         for run in sampled:
             group, count = run.group, len(run.group.waiting)
@@ -86,8 +87,9 @@ class Masks:
         if bound:
             allowed, ends = self._allowed(bound, problems)
             mask, closed = numpy.concatenate((allowed, mask)), ends + closed
-        of_rows = torch.from_numpy(mask[places])
-        return StepMasks(of_rows, [closed[place] for place in places], problems, time.perf_counter() - began)
+        places = [place % len(mask) for place in places]
+        closed = [closed[place] for place in places]
+        return StepMasks(torch.from_numpy(mask), places, closed, problems, time.perf_counter() - began)
 
     def _allowed(
         self, bound: Listing[tuple[Group, Sequence, GrammarState]], problems: dict[int, str]
@@ -187,9 +189,10 @@ class PendingMasks:
     def join(self, device: torch.device) -> Tensor:
         """[rows, words], for the rows of all sampled runs, in order."""
         began = time.perf_counter()
-        mask = self._result().mask
+        found = self._result()
         self.waited += time.perf_counter() - began
-        return to_device(mask, device)
+        # A mask of all rows can have megabytes, and be that of a single constrained one.
+        return to_device(found.mask, device).index_select(0, list_to_device(device, found.places))
 
     def settle(self, picks: Listing[list[Pick | None]]) -> list[list[Pick | None]]:
         """The picks of these runs, without those of failed groups, whose runs get the reason, and of drafts after which no token is
