@@ -281,7 +281,7 @@ def test_mask_wait_counts_only_the_time_blocked_in_join(late: bool) -> None:
     def result() -> StepMasks:
         if late:
             time.sleep(0.05)
-        return StepMasks(torch.zeros(1, 1, dtype=torch.int32), [False], {}, seconds=100.0)
+        return StepMasks(torch.zeros(1, 1, dtype=torch.int32), [0], [False], {}, seconds=100.0)
 
     pending = PendingMasks([], result)
     pending.join(torch.device("cpu"))
