@@ -228,6 +228,7 @@ def sample_logits(bench: Bench) -> None:
         ("drawn from all", plain, None, None),
         ("top-k 50, top-p 0.9", filtered, None, SAMPLING),
         ("top-p 0.95 alone", {**plain, "top_p": 0.95}, None, None),
+        ("top-k 10, top-p 0.95, typical-p 0.95", {**filtered, "top_k": 10, "top_p": 0.95, "typical_p": 0.95}, None, None),
         ("top-k 50, top-p 0.9, penalties on 1,000 tokens a row", filtered, penalties, SAMPLING),
     ]
     size = f"{rows} x {vocabulary}"
@@ -282,7 +283,7 @@ def _draws(bench: Bench, rows: int, fields: dict[str, float]) -> Draws:
         top_k=column(fields["top_k"]).long(),
         top_p=column(fields["top_p"]),
         min_p=column(0.0),
-        typical_p=column(1.0),
+        typical_p=column(fields.get("typical_p", 1.0)),
         seeds=places * 77,
         choices=places * 0,
         positions=places,
