@@ -11,7 +11,7 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .errors import UsageError
@@ -32,6 +32,11 @@ def private() -> Iterator[Path]:
             _sweep(home)
             # With mode 0700. If somebody else removes it first, that is no error.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=home)))
+            # systemd-tmpfiles, which removes what has grown old in /tmp, spares a folder that is locked itself.
+            own = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, own)
+            with suppress(OSError):  # NFS has no locks of folders
+                fcntl.flock(own, fcntl.LOCK_EX)
             # Locked before it gets its final name: a sweep never sees it unlocked.
             file = stack.enter_context((folder / "unlocked").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -74,8 +79,10 @@ def prefixed(prefix: str, paths: Sequence[Path]) -> Iterator[None]:
         raise UsageError(f"--shard-uds-path: {longest} is longer than the {LONGEST_SOCKET} bytes that a socket's path may have")
     lock = Path(f"{prefix}-{LOCK}").absolute()
     with writing(f"--shard-uds-path {prefix}", "choose another prefix"):
-        file = lock.open("w")
+        file = lock.open("a")
     with file:
+        if file.tell():
+            raise UsageError(f"--shard-uds-path: {lock} exists and is no lock: choose another prefix")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,9 +103,14 @@ def _clear(path: Path) -> None:
     if not stat.S_ISSOCK(path.stat().st_mode):
         raise UsageError(f"--shard-uds-path: {path} exists and is no socket: choose another prefix")
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
+        except BlockingIOError:  # somebody listens, and does not accept
+            pass
+        except OSError as error:  # another user's, or of another kind
+            raise UsageError(f"--shard-uds-path: {path} can't be tried ({error.strerror}): choose another prefix") from None
     raise UsageError(f"--shard-uds-path: a live process listens on {path}: stop it, or choose another prefix")
