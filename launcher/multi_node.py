@@ -146,6 +146,13 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
 def follow(own: Node) -> int:
     """Serves as a node other than 0. Returns the exit code. Raises UsageError."""
     asked = own.asked
+    if asked.node_addr:
+        try:
+            machine.free_ports(_resolved(asked.node_addr), 1)
+        except OSError:
+            raise UsageError(
+                f"--node-addr {asked.node_addr} is no address of this machine, nor a name of one: name one at which others reach it"
+            ) from None
     leader = NodeZero(
         address=asked.master_addr,
         port=asked.master_port,
@@ -178,7 +185,7 @@ def checked(asked: Options, address: str = "") -> Certificates | None:
                 f"--tls-cert {asked.tls_cert} with --tls-key {asked.tls_key} would be refused by other nodes: {why}. It needs the "
                 f"name {certificates.NAME} (subjectAltName), --tls-ca as its authority, and use as client and as server"
             ) from None
-    elif address and not asked.insecure_nodes and not link.is_loopback(address):
+    elif address and not asked.insecure_nodes and not link.is_loopback(address.strip("[]")):
         raise UsageError(
             f"ranks would obey anybody who reaches {address}: name certificates with --tls-cert, --tls-key and --tls-ca, or say "
             "--insecure-nodes where nobody else is in the network"
