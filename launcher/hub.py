@@ -64,7 +64,12 @@ def locate(
         return model, DRAFTS[model]
     folder = expanded(model)
     if folder.is_dir():
-        return model, folder.resolve()
+        found = folder.resolve()
+        try:
+            f"{model}{found}".encode()
+        except UnicodeEncodeError:  # messages carry names as UTF-8, and so does the library that reads weights
+            raise UsageError(f"{model}: the path of a model has to be UTF-8, and {found} is not: rename the folder") from None
+        return model, found
     if folder.exists():
         other = ", of a model as safetensors, since GGUF is not supported" if model.endswith(".gguf") else ""
         raise UsageError(f"{model} is a file: name the folder that holds config.json{other}")
