@@ -350,7 +350,7 @@ def parsed(value: str) -> Any:
     """A value as JSON, else as a text."""
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

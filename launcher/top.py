@@ -6,6 +6,7 @@ Everything shown is a gauge of the last scrape, or what counters and histograms 
 import argparse
 import http.client
 import json
+import math
 import signal
 import sys
 import time
@@ -111,6 +112,8 @@ def parse(text: str) -> dict[str, MetricSums]:
     parts: dict[str, MetricSums] = {}
     for family in text_string_to_metric_families(lines + "\n"):
         for sample in family.samples:
+            if not math.isfinite(sample.value):  # allowed there, and no count
+                raise ValueError(f"{sample.name} is {sample.value}")
             name = sample.name.removeprefix(PREFIX).removeprefix(OF_REPLICA)
             sums = parts.setdefault(sample.labels.get(REPLICA, ""), MetricSums())
             base = name.removesuffix("_bucket")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from penstock.launcher.chat import AnswerSpeed, Conversation, Failed, Server, StreamDelta, Terminal, pipe
+from penstock.launcher.chat import AnswerSpeed, Conversation, Failed, Server, StreamDelta, Terminal, parsed, pipe
 from penstock.launcher.errors import UsageError
 
 WAIT = 30.0  # seconds for a terminal to show something, on a busy machine
@@ -363,6 +363,11 @@ def test_invalid_url_is_refused_and_an_unreachable_server_reported() -> None:
             Server(url, "")
     with pytest.raises(Failed, match="nobody answers"):
         Server("http://127.0.0.1:9/v1/", "").model()
+    assert Server("http://host/ä b%20c/v1", "").base == "http://host/%C3%A4%20b%20c"  # as browsers do
+
+
+def test_nested_value_of_a_field_that_python_cannot_read_is_a_text() -> None:
+    assert parsed("[" * 100_000) == "[" * 100_000
 
 
 class PseudoTerminal:

@@ -55,6 +55,12 @@ def test_parse_reads_only_the_metrics_that_are_shown() -> None:
         top.parse("penstock_running three\n")
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf"])
+def test_metric_that_is_no_finite_number_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="penstock_running is"):
+        top.parse(f"penstock_running {value}\n")
+
+
 def test_gauges_of_replicas_are_added_up_for_the_server() -> None:
     lines = [f'penstock_replica_running{{replica="{name}"}} {count}' for name, count in (("0", 2), ("1", 5), ("10", 1))]
     parts = top.parse("\n".join([*lines, "penstock_generated_tokens_total 7", ""]))
