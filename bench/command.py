@@ -48,6 +48,8 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
                 raise ValueError("--requests and --duration exclude each other")
             if options.concurrency and options.rate:
                 raise ValueError("--concurrency and --rate exclude each other: one is a closed loop, the other an open one")
+            if options.json and options.json == options.html:
+                raise ValueError(f"--json and --html both name {options.json}: choose another name for one of them")
             stack.enter_context(_places([path for path in (options.json, options.html) if path]))
         except OSError as error:
             parser.error(f"{error.filename}: {error.strerror}")
