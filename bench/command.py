@@ -39,7 +39,7 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     if idle := without_effect(parser, options):
         parser.error(idle)
     if options.chaos:
-        return _chaos(parser, options)
+        return _chaos(parser, options, key(""))
     options.api_key = key(options.api_key)
     with ExitStack() as stack:
         try:
@@ -108,11 +108,12 @@ def _places(paths: Sequence[Path]) -> Iterator[None]:
                 path.unlink()
 
 
-def _chaos(parser: Parser, options: argparse.Namespace) -> int:
+def _chaos(parser: Parser, options: argparse.Namespace, key: str) -> int:
     plan = Plan(options.chaos, options.chaos_clients, options.chaos_every, options.seed)
     try:
-        return chaos.main(plan, shlex.split(options.serve), options.json, Console(stderr=True, quiet=options.quiet))
-    except (Failed, OSError, ValueError) as error:
+        with _places([options.json] if options.json else []):
+            return chaos.main(plan, shlex.split(options.serve), options.json, Console(stderr=True, quiet=options.quiet), key)
+    except (Failed, OSError, ValueError, aiohttp.ClientError) as error:
         parser.error(str(error))
 
 

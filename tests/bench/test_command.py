@@ -453,6 +453,7 @@ def test_html_report_is_one_self_contained_file_without_invalid_numbers(tmp_path
         (["--chaos", "5", "--rate", "2"], "--chaos has a server and a load of its own: leave --rate out"),
         (["--chaos", "5", "--seed", "2", "--html", "x"], "leave --html out"),
         (["other", "--chaos", "5"], "leave URL out"),
+        (["--chaos", "5", "--json", "/nowhere/found.json"], "No such file or directory: '/nowhere/found.json'"),
         (["--chaos-every", "1"], "--chaos-every is for --chaos SECONDS"),
         (["--prompt", "10", "--shared-prefix", "20"], "leaves nothing of its own"),
         (["ftp://127.0.0.1"], "ftp://127.0.0.1 is no URL of a server: http://HOST:PORT is needed"),
