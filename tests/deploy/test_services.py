@@ -148,6 +148,14 @@ def test_certificates_of_one_authority_are_accepted_and_foreign_ones_and_names_r
     assert "Hostname mismatch" in shake_hands(ours, ours, "elsewhere")
 
 
+@needs_openssl
+def test_failure_of_openssl_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tls.key").mkdir()
+    answer = subprocess.run(["sh", str(CERTIFICATES), str(tmp_path)], capture_output=True, text=True, timeout=30)
+    assert answer.returncode == 1
+    assert "Is a directory" in answer.stderr
+
+
 def shake_hands(one: Path, other: Path, name: str) -> str:
     """The TLS error between a server with the certificates of `one` and a client with those of `other`; empty if there is none."""
     paths = [[str(folder / name) for name in ("tls.crt", "tls.key", "ca.crt")] for folder in (one, other)]
