@@ -16,7 +16,7 @@ from typing import Any
 
 from ..proto.hub import Unavailable, download
 from .errors import UsageError
-from .paths import expanded
+from .paths import expanded, in_utf8
 
 DEMO = "penstock-demo"  # the model name that clients see for the embedded model
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -65,10 +65,8 @@ def locate(
     folder = expanded(model)
     if folder.is_dir():
         found = folder.resolve()
-        try:
-            f"{model}{found}".encode()
-        except UnicodeEncodeError:  # messages carry names as UTF-8, and so does the library that reads weights
-            raise UsageError(f"{model}: the path of a model has to be UTF-8, and {found} is not: rename the folder") from None
+        if not in_utf8(model) or not in_utf8(found):
+            raise UsageError(f"{model}: the path of a model has to be UTF-8, and {found} is not: rename the folder")
         return model, found
     if folder.exists():
         other = ", of a model as safetensors, since GGUF is not supported" if model.endswith(".gguf") else ""

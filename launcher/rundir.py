@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .errors import UsageError
+from .paths import in_utf8
 
 PREFIX = "penstock-"
 LOCK = "lock"
@@ -27,7 +28,7 @@ def private() -> Iterator[Path]:
     with ExitStack() as stack:
         with writing("the temporary folder"):
             home = Path(tempfile.gettempdir())
-            if len(os.fsencode(home)) > LONGEST_SOCKET - 40:
+            if len(os.fsencode(home)) > LONGEST_SOCKET - 40 or not in_utf8(home):
                 home = Path("/tmp")  # an unusually long TMPDIR leaves no room for a socket's name
             _sweep(home)
             # With mode 0700. If somebody else removes it first, that is no error.
@@ -72,6 +73,8 @@ def _sweep(home: Path) -> None:
 def prefixed(prefix: str, paths: Sequence[Path]) -> Iterator[None]:
     """Inside the context, the paths belong to this server: leftovers are removed before, and the files afterwards. prefix: what
     all of them begin with. Raises UsageError while another server has it."""
+    if not in_utf8(prefix):
+        raise UsageError(f"--shard-uds-path {prefix} is no UTF-8, as a socket's path has to be: choose another prefix")
     if not paths[0].parent.is_dir():
         raise UsageError(f"--shard-uds-path {prefix}: there is no folder {paths[0].parent}")
     longest = max(paths, key=lambda path: len(os.fsencode(path)))

@@ -93,10 +93,12 @@ def test_two_servers_have_different_folders(parent: Path) -> None:
         assert first.exists()
 
 
-def test_too_long_temporary_folder_is_replaced_by_tmp(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long_folder = parent / ("x" * 100)
-    long_folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
+@pytest.mark.parametrize("name", ["x" * 100, "\udcff"], ids=["long", "no UTF-8"])
+def test_temporary_folder_that_no_socket_can_be_in_is_replaced_by_tmp(
+    name: str, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (parent / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(parent / name))
     with rundir.private() as folder:
         assert folder.parent == Path("/tmp")
 
@@ -156,6 +158,8 @@ def test_prefix_where_sockets_cannot_be_made_is_refused(parent: Path) -> None:
         pass
     assert (parent / "p-0").read_text() == "precious"
     with pytest.raises(UsageError, match="there is no folder"), rundir.prefixed(f"{parent}/none/p", [parent / "none/p-0"]):
+        pass
+    with pytest.raises(UsageError, match="is no UTF-8"), rundir.prefixed(f"{parent}/\udcff", [parent / "\udcff-0"]):
         pass
     with (
         pytest.raises(UsageError, match="is longer than the 107 bytes"),
