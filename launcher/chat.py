@@ -112,7 +112,7 @@ class Conversation:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half of a surrogate pair becomes JSON's escape
 
     def load(self, path: Path) -> None:
-        """Reads a saved conversation. Raises OSError, ValueError."""
+        """Reads a saved conversation. Raises OSError, ValueError, RecursionError."""
         content = json.loads(path.read_text(encoding="utf-8"))
         kept = content if isinstance(content, dict) else {}
         messages, fields = kept.get("messages"), kept.get("fields", {})
@@ -296,7 +296,7 @@ class Terminal:
         try:
             do(expanded(name))
             self._say(f"{done} {name}")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self._complain(str(error))
 
     def _answer(self) -> None:
@@ -331,7 +331,7 @@ class Terminal:
         if pace.events:
             self._console.print()
             self._say(f"{pace}{'' if end in ('', 'stop') else f', {end}'}")
-        elif not text:
+        else:
             self._conversation.messages.pop()
 
     def _show(self, text: str, style: str = "") -> None:

@@ -316,6 +316,8 @@ def test_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     assert conversation.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert conversation.system == "Be kind."
     assert "No such file" in shown
+    path.write_text("[" * 100_000)
+    assert "recursion" in run_conversation("http://127.0.0.1:9", [f"/load {path}"])[0]
     for other in ("[]", '{"messages": ["Hi"]}', '{"messages": [{}]}', '{"messages": [], "fields": [1]}'):
         path.write_text(other)
         with pytest.raises(ValueError, match=r"no talk|no object"):
