@@ -62,6 +62,7 @@ def test_unit_uses_existing_flags_and_allows_enough_time_to_drain() -> None:
     assert float(unit["TimeoutStopSec"]) > parsed.graceful_termination_timeout + 2 * parts.GRACE
     assert unit["KillMode"] == "mixed"  # the launcher alone gets SIGTERM
     assert unit["RestartPreventExitStatus"] == "2"  # launcher/cli.py's exit code for invalid settings
+    assert unit["SuccessExitStatus"] == "143"  # launcher/serve.py's for SIGTERM before anything has started
     assert environment["HF_HOME"] == f"/var/cache/{unit['CacheDirectory']}"
 
 
