@@ -424,6 +424,9 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     once = options.once or not (terminal or options.json)
     if not once:  # Ctrl-C ends it, also where a script has started it with `&`, which has the signal ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(
+            signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+        )  # `timeout 10 penstock top`: the screen is restored
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             scrapes = _scrapes(servers, pool, options.interval)

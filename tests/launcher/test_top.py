@@ -241,7 +241,8 @@ def test_command_prints_once_if_stdout_is_no_terminal(fake_server: str) -> None:
     assert json.loads(line)["all"]["running"] == 1
 
 
-def test_command_runs_in_a_terminal_until_ctrl_c(fake_server: str) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_command_runs_in_a_terminal_until_a_signal_and_restores_the_screen(fake_server: str, number: int, code: int) -> None:
     own_end, process_end = pty.openpty()
     command = [sys.executable, "-m", "penstock.launcher", "top", fake_server, "--interval", "0.1"]
     environment = {"PATH": "/usr/bin", "TERM": "xterm", "COLUMNS": "200", "API_KEY": "secret"}
@@ -251,8 +252,10 @@ def test_command_runs_in_a_terminal_until_ctrl_c(fake_server: str) -> None:
         output = b""
         while output.count(b"played") < 3:
             output += os.read(own_end, 65536)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        process.send_signal(number)
+        assert process.wait(20) == code
+        while b"\x1b[?1049l" not in output:  # back from the alternate screen; an error when there is no more output
+            output += os.read(own_end, 65536)
         assert b"Traceback" not in output
     finally:
         process.kill()
