@@ -128,6 +128,11 @@ def test_hostname_variable_is_used_only_if_it_is_an_ip_address() -> None:
     assert parse("", HOSTNAME="::1").hostname == "::1"
 
 
+def test_address_is_read_however_it_is_written() -> None:
+    """:: is listened on by IPv4 as well."""
+    assert parse("--hostname ::0").hostname == parse("--hostname 0:0:0:0:0:0:0:0").hostname == "::"
+
+
 @pytest.mark.parametrize(
     ("line", "environment", "error"),
     [
