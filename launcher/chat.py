@@ -26,7 +26,7 @@ from .paths import expanded
 from .url import connection, split
 
 DEFAULT_URL = "http://localhost:3000"
-CONNECT, ANSWER = 10.0, 600.0  # seconds: until connected, and between two events
+CONNECT, ANSWER = 10.0, 600.0  # seconds: until connected, and until the models are listed; and between two events
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that could control the terminal
 BLOCK = '"""'
 HELP = """/help                 this
@@ -163,7 +163,7 @@ class Server:
         with closing(connection(self._url, CONNECT)) as connected:
             try:
                 connected.connect()
-                connected.sock.settimeout(ANSWER)
+                connected.sock.settimeout(ANSWER if body else CONNECT)
                 connected.request(method, self._url.path + route, None if body is None else json.dumps(body), self._headers)
                 reply = connected.getresponse()
             except (OSError, http.client.HTTPException) as error:

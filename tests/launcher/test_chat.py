@@ -6,6 +6,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
+from penstock.launcher import chat
 from penstock.launcher.chat import AnswerSpeed, Conversation, Failed, Server, StreamDelta, Terminal, parsed, pipe
 from penstock.launcher.errors import UsageError
 
@@ -359,12 +361,15 @@ def test_answer_speed_counts_tokens_and_times() -> None:
     assert (speed.events, speed.tokens) == (3, 9)
 
 
-def test_invalid_url_is_refused_and_an_unreachable_server_reported() -> None:
+def test_invalid_url_is_refused_and_an_unreachable_or_silent_server_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("ftp://host", "http://", "http://host:port", "host:0", "http://[::1", "http://a..b", f"http://{'a' * 70}"):
         with pytest.raises(UsageError):
             Server(url, "")
     with pytest.raises(Failed, match="nobody answers"):
         Server("http://127.0.0.1:9/v1/", "").model()
+    monkeypatch.setattr(chat, "CONNECT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Failed, match=r"nobody answers .*timed out"):
+        Server(f"http://127.0.0.1:{silent.getsockname()[1]}", "").model()
     assert Server("http://host/ä b%20c/v1", "").base == "http://host/%C3%A4%20b%20c"  # as browsers do
 
 
