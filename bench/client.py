@@ -17,6 +17,7 @@ from .protocols import AnswerState, Api, SseParser
 from .record import Record
 
 NOT_AWAITED, REFUSED = "not awaited", "connect"  # kinds of errors
+CONNECT = 30.0  # seconds until connected, and until the models are listed, at most
 DETAIL = 200  # characters of an error that are kept
 CLOCK = time.perf_counter
 
@@ -36,19 +37,20 @@ class Client:
         self._base = url.rstrip("/").removesuffix("/v1")
         self._api = api
         self._fields = fields
-        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0))
+        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT))
 
     async def model(self) -> str:
         """The model's name as the server lists it; "" if it does not."""
+        limit = min(self._timeout.total or CONNECT, CONNECT)  # nothing is computed
         try:
-            async with self._session.get(self._base + "/v1/models", timeout=self._timeout) as reply:
+            async with self._session.get(self._base + "/v1/models", timeout=aiohttp.ClientTimeout(total=limit)) as reply:
                 if reply.status == 401:
                     raise Unreachable(f"{self._base} wants an API key: --api-key")
                 content = await reply.json(content_type=None) if reply.status == 200 else {}
             return str(content["data"][0]["id"]) if isinstance(content, dict) and content.get("data") else ""
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error  # without aiohttp's settings
-            why = getattr(cause, "strerror", None) or str(cause) or f"within {self._timeout.total:g} s"
+            why = getattr(cause, "strerror", None) or str(cause) or f"within {limit:g} s"
             raise Unreachable(f"nobody answers at {self._base} ({why}): start the server, or give another URL") from None
         except (ValueError, KeyError, TypeError, RecursionError, aiohttp.ClientError):
             return ""

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from penstock.bench import command, tables
+from penstock.bench import client, command, tables
 from penstock.bench.client import Client
 from penstock.bench.load import AGAIN, Extent, Load, Stage
 from penstock.bench.prompts import Prompt, TokenScale
@@ -252,9 +252,9 @@ def test_progress_of_a_number_of_requests_is_that_of_the_measured_ones() -> None
 def test_timeout_of_a_connection_is_not_reported_as_that_of_the_answer() -> None:
     async def ask(url: str, record: Record) -> None:
         async with aiohttp.ClientSession() as session:
-            client = Client(session, url, OpenAI(True, True, False), {}, 600.0)
-            client._timeout = aiohttp.ClientTimeout(600, sock_connect=0.1)
-            await client.ask(Prompt("a", 1), record)
+            asking = Client(session, url, OpenAI(True, True, False), {}, 600.0)
+            asking._timeout = aiohttp.ClientTimeout(600, sock_connect=0.1)
+            await asking.ask(Prompt("a", 1), record)
 
     record = Record(0.0)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
@@ -453,7 +453,7 @@ def test_html_report_is_one_self_contained_file_without_invalid_numbers(tmp_path
         (["--chaos", "5", "--rate", "2"], "--chaos has a server and a load of its own: leave --rate out"),
         (["--chaos", "5", "--seed", "2", "--html", "x"], "leave --html out"),
         (["other", "--chaos", "5"], "leave URL out"),
-        (["--chaos", "5", "--json", "/nowhere/found.json"], "No such file or directory: '/nowhere/found.json'"),
+        (["--chaos", "5", "--json", "/dev/null/found.json"], "Not a directory: '/dev/null/found.json'"),
         (["--chaos-every", "1"], "--chaos-every is for --chaos SECONDS"),
         (["--prompt", "10", "--shared-prefix", "20"], "leaves nothing of its own"),
         (["ftp://127.0.0.1"], "ftp://127.0.0.1 is no URL of a server: http://HOST:PORT is needed"),
@@ -479,10 +479,13 @@ def test_invalid_flags_exit_with_2_and_one_line(flags: list[str], text: str, cap
     assert message.count("\n") == 1
 
 
-def test_silent_server_is_reported_with_the_timeout(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(SystemExit):
-        command.main([f"http://127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.2"])
-    assert "(within 0.2 s)" in capsys.readouterr().err
+def test_silent_server_is_reported_with_the_timeout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout of a request, or of the list of models if that is less."""
+    for flags, connect in ((["--timeout", "0.2"], 30.0), ([], 0.2)):
+        monkeypatch.setattr(client, "CONNECT", connect)
+        with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(SystemExit):
+            command.main([f"http://127.0.0.1:{silent.getsockname()[1]}", *flags])
+        assert "(within 0.2 s)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
