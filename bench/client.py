@@ -119,4 +119,5 @@ class Client:
 
 
 def _fail(record: Record, kind: str, detail: str) -> None:
-    record.error, record.detail = kind, detail[:DETAIL]
+    line = "".join(each if each.isprintable() else " " for each in detail)  # a page of HTML, or what controls a terminal
+    record.error, record.detail = kind, " ".join(line.split())[:DETAIL]

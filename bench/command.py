@@ -88,7 +88,7 @@ def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
 def _write(path: Path, text: str) -> None:
     """Raises OSError with the file's name, which Python leaves out where a disk is full."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no UTF-8
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 

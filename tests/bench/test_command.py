@@ -416,6 +416,19 @@ def test_dataset_prompts_and_output_lengths_are_used(tmp_path: Path) -> None:
     assert {body["max_tokens"] for body in fake.bodies[2:]} == {8}  # the fake server counts 2 tokens for each word
 
 
+def test_html_report_names_a_dataset_that_is_no_utf8(tmp_path: Path) -> None:
+    dataset, page = tmp_path / "\udcff.jsonl", tmp_path / "page.html"
+    dataset.write_text('{"prompt": "a"}')
+    bench(Behaviour(), tmp_path, "--dataset", str(dataset), "--requests", "1", "--html", str(page))
+    assert "\\udcff.jsonl" in page.read_text()
+
+
+def test_error_of_a_server_is_one_line_without_control_characters() -> None:
+    record = Record(0.0)
+    client._fail(record, "status 502", "<html>\r\n<h1>502\x1b[2J</h1>\n")
+    assert record.detail == "<html> <h1>502 [2J</h1>"
+
+
 @pytest.mark.parametrize("text", ["half \\ud83d of a character", "lines \u2028 \x85 apart"])
 def test_dataset_prompts_are_sent_as_they_are(text: str, tmp_path: Path) -> None:
     dataset = tmp_path / "prompts.jsonl"
