@@ -340,7 +340,7 @@ class Terminal:
             self._console.print(clean, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _say(self, text: str) -> None:
-        self._console.print(f"[dim]{escape(text)}[/dim]", highlight=False)
+        self._console.print(f"[dim]{escape(CONTROL.sub(' ', text))}[/dim]", highlight=False)
 
     def _complain(self, text: str) -> None:
         self._console.print(CONTROL.sub(" ", text), style="red", markup=False, highlight=False)
@@ -364,7 +364,7 @@ def pipe(server: Server, conversation: Conversation, question: str) -> int:
             sys.stdout.flush()
     except Failed as failed:
         sys.stdout.flush()
-        print(f"penstock chat: {failed}", file=sys.stderr)
+        print(f"penstock chat: {CONTROL.sub(' ', ' '.join(str(failed).split()))}", file=sys.stderr)
         return 1
     sys.stdout.write("\n")
     return 0
@@ -412,8 +412,7 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     with suppress(ImportError):
         import readline  # noqa: F401 (makes `input` editable, with a history; not available everywhere)
     console = Console()
-    console.print(
-        f"[bold]{escape(str(conversation.fields['model']))}[/bold] at {escape(server.base)}. /help lists commands.", highlight=False
-    )
+    model = escape(CONTROL.sub(" ", str(conversation.fields["model"])))
+    console.print(f"[bold]{model}[/bold] at {escape(server.base)}. /help lists commands.", highlight=False)
     Terminal(server, conversation, console).run()
     return 0

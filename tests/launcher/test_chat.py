@@ -205,9 +205,9 @@ def test_empty_question_is_refused() -> None:
 
 
 def test_errors_in_a_pipe_are_one_line() -> None:
-    with fake_server([delta("Hel"), {"error": {"message": "it broke"}}]) as url:
+    with fake_server([delta("Hel"), {"error": {"message": "it\nbroke\x1b"}}]) as url:
         answer = run_chat(url)
-    assert (answer.returncode, answer.stdout, answer.stderr) == (1, "Hel", "penstock chat: it broke\n")
+    assert (answer.returncode, answer.stdout, answer.stderr) == (1, "Hel", "penstock chat: it broke \n")
     with fake_server([delta("Hel")]) as url:
         answer = run_chat(url)
     assert (answer.returncode, answer.stderr) == (1, "penstock chat: the answer was cut off\n")
@@ -340,7 +340,7 @@ def test_half_of_a_surrogate_pair_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_control_characters_and_markup_of_an_answer_have_no_effect() -> None:
     """Control characters are removed, and rich's markup is shown as text."""
-    with fake_server([delta("a\x1b[2Jb\x07\r\x9b1m[red]c[/red] :smile:\td\n"), delta(reason="stop")]) as url:
+    with fake_server([delta("a\x1b[2Jb\x07\r\x9b1m[red]c[/red] :smile:\td\n"), delta(reason="x\x1b[2J")]) as url:
         shown, _ = run_conversation(url, ["Hi"])
     assert "a[2Jb1m[red]c[/red] :smile:" in shown
     assert "\x1b" not in shown
