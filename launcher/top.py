@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from . import option_types
 from .chat import CONTROL, DEFAULT_URL
 from .command_line import Parser
-from .option_types import LONGEST
 from .url import connection, split
 
 TIMEOUT = 5.0  # seconds for an answer
@@ -406,12 +406,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _positive(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0, and up to {LONGEST:,.0f}, is needed")
-    return value
+        return option_types.positive(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
 def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
