@@ -67,7 +67,7 @@ class Console:
         return self._wrap(level, "launcher", message) if self._json_output else f"penstock: {message}"
 
     def _wrap(self, level: str, name: str, message: str) -> str:
-        return json.dumps({"timestamp": moment(time.time()), "level": level, "name": name, "message": message}, ensure_ascii=False)
+        return json.dumps({"timestamp": moment(time.time()), "level": level, "name": name, "message": message})
 
     def _lost(self, lines: int) -> str:
         return self._own("WARNING", f"{lines} lines were dropped here: nobody read them in time")

@@ -65,6 +65,12 @@ def test_json_output_wraps_lines_that_are_not_json() -> None:
     ]
 
 
+def test_json_output_is_valid_in_any_encoding() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    Console(True, out, out).info("ü, \U0001f600, \udcff")
+    assert json.loads(out.buffer.getvalue())["message"] == "ü, \U0001f600, \udcff"
+
+
 def test_broken_pipe_on_stdout_is_ignored() -> None:
     class BrokenPipe(io.StringIO):
         def write(self, text: str) -> int:
