@@ -228,11 +228,11 @@ def raise_unknown_host(*arguments: object, **named: object) -> None:
         ),
         (
             "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --node-addr 192.0.2.1",
-            "--node-addr 192.0.2.1 is no address of this machine, nor a name of one",
+            "--node-addr 192.0.2.1 is no address of this machine: name one at which the others reach it",
         ),
         (
-            "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --node-addr nowhere.invalid",
-            "--node-addr nowhere.invalid is no address of this machine, nor a name of one",
+            "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --node-addr nowhere.invalid --node-timeout 0.1",
+            "--node-addr nowhere.invalid has no address: is its name known here?",
         ),
         ("--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --num-shard 3", "--num-shard 3 counts the ranks of all nodes"),
     ],
