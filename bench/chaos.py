@@ -22,7 +22,7 @@ from rich.console import Console
 
 from .chaos_report import Found, Plan, grown, report, summary
 from .chaos_requests import Json, Stream, requests, undrafted
-from .local_server import HeldResources, LocalServer
+from .local_server import Failed, HeldResources, LocalServer
 
 READY = "/health/ready"  # the path of the readiness probe
 STEP_TIMEOUT = 2.0  # seconds after which a stopped shard is noticed, unless the operator's flags say otherwise
@@ -37,9 +37,11 @@ SLACK = 3  # files that a process may have more of than before: a metric's page,
 class Chaos:
     """A run: load, faults and the observations of both."""
 
-    def __init__(self, server: LocalServer, plan: Plan, console: Console) -> None:
+    def __init__(self, server: LocalServer, plan: Plan, console: Console, key: str = "") -> None:
+        """key: the API key that the server asks for."""
         self.found = Found()
         self._server = server
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._plan = plan
         self._console = console
         self._dice = random.Random(plan.seed)
@@ -48,34 +50,40 @@ class Chaos:
         self._began = self._end = 0.0  # of the load
 
     async def run(self) -> None:
-        """Performs the run. Raises ValueError where the server does not work before the first fault."""
+        """Performs the run. Raises ValueError or aiohttp.ClientError where the server does not work before the first fault."""
         async with self._connections() as self._session:
             self._expected = [await self._ask(path, undrafted(body)) for path, body in self._asked]
         async with self._connections() as self._session:
             await self._settled()
             before = self._server.held()
-        async with self._connections() as self._session:
-            await self._load()
-        async with self._connections() as self._session:
-            left = await self._settled()
-            self._leaks(left, before, self._server.held())
-            seen = await self._metrics()
-            self.found.drafted = int(seen["penstock_drafted_tokens_total"])
-            self.found.accepted = int(seen["penstock_accepted_tokens_total"])
+        try:
+            async with self._connections() as self._session:
+                await self._load()
+            async with self._connections() as self._session:
+                left = await self._settled()
+                self._leaks(left, before, self._server.held())
+                seen = await self._metrics()
+                self.found.drafted = int(seen["penstock_drafted_tokens_total"])
+                self.found.accepted = int(seen["penstock_accepted_tokens_total"])
+        except (ValueError, aiohttp.ClientError) as error:  # the server is gone, or will not be ready again: reported with the rest
+            self.found.errors.append(f"the run ended early: {type(error).__name__}: {error}")
 
     def _connections(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(limit=0)
-        return aiohttp.ClientSession(self._server.url, connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        timeout = aiohttp.ClientTimeout(total=None)
+        return aiohttp.ClientSession(self._server.url, connector=connector, headers=self._headers, timeout=timeout)
 
     async def _load(self) -> None:
         self._began = time.monotonic()
         self._end = self._began + self._plan.seconds
         watching = asyncio.create_task(self._watch())
+        tasks = [asyncio.create_task(one) for one in (self._faults(), *(self._client() for _ in range(self._plan.clients)))]
         try:
-            await asyncio.gather(self._faults(), *(self._client() for _ in range(self._plan.clients)))
+            await asyncio.gather(*tasks)
         finally:
-            watching.cancel()
-            await asyncio.wait([watching])
+            for task in (watching, *tasks):
+                task.cancel()
+            await asyncio.gather(watching, *tasks, return_exceptions=True)
 
     async def _ask(self, path: str, body: Json) -> dict[str, str]:
         """The answer to a request, without faults. Raises ValueError."""
@@ -115,10 +123,13 @@ class Chaos:
     async def _faults(self) -> None:
         """Injects faults one after the other, each when the shards are whole again and have computed for a while."""
         while self._plan.every:
-            await asyncio.sleep(self._plan.every * self._dice.uniform(0.5, 1.5))
-            if time.monotonic() >= self._end:
+            pause = self._plan.every * self._dice.uniform(0.5, 1.5)
+            if time.monotonic() + pause >= self._end:
                 return
+            await asyncio.sleep(pause)
             shards = {name: pid for name, pid in self._server.processes().items() if "shard" in name}
+            if not shards:
+                raise ValueError("the server has no shards any more")
             name = self._dice.choice(sorted(shards))
             number = self._dice.choice((signal.SIGKILL, signal.SIGSTOP))
             began = time.monotonic()
@@ -186,28 +197,30 @@ def _probe(shard: str) -> str:
     return f"{READY}?replica={shard.split()[1]}" if shard.startswith("replica") else READY
 
 
-async def play(server: LocalServer, plan: Plan, console: Console) -> Found:
+async def play(server: LocalServer, plan: Plan, console: Console, key: str = "") -> Found:
     """Performs a run with a server that is ready."""
-    chaos = Chaos(server, plan, console)
+    chaos = Chaos(server, plan, console, key)
     await chaos.run()
     return chaos.found
 
 
-def main(plan: Plan, flags: Sequence[str], out: Path | None, console: Console) -> int:
-    """Runs the command. Returns the exit code: 1 if anything was noticed. Raises local_server.Failed or ValueError, which say why
-    it cannot run."""
+def main(plan: Plan, flags: Sequence[str], out: Path | None, console: Console, key: str = "") -> int:
+    """Runs the command. Returns the exit code: 1 if anything was noticed. Raises local_server.Failed, ValueError or
+    aiohttp.ClientError, which say why it cannot run. key: the API key that the server takes from the environment."""
     several = ("--max-concurrent-requests", str(max(128, 2 * plan.clients)), "--max-restarts", "1000000")
     exact = ("--dtype", "float32")  # in 16 bits the rest of the batch decides near ties, which are many
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as folder:
         with LocalServer([*several, *exact, "--step-timeout", str(STEP_TIMEOUT), *flags], Path(folder) / "log") as server:
             try:
-                found = asyncio.run(play(server, plan, console))
-                code = server.stop()
+                found = asyncio.run(play(server, plan, console, key))
             except BaseException:
                 console.print(server.log.read_text(errors="replace")[-4000:], markup=False)
                 raise
-        if code:
-            found.errors.append(f"penstock serve ended with exit code {code}")
+            try:
+                if code := server.stop():
+                    found.errors.append(f"penstock serve ended with exit code {code}")
+            except Failed as error:
+                found.errors.append(str(error))
         if not found.good:
             console.print(server.log.read_text(errors="replace")[-4000:], markup=False)
     for line in summary(plan, found):

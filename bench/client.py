@@ -4,6 +4,7 @@ aiohttp alone handles 117,000 to 188,000 events a second (x86, one core); parsin
 """
 
 import asyncio
+import json
 import time
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ from .protocols import AnswerState, Api, SseParser
 from .record import Record
 
 NOT_AWAITED, REFUSED = "not awaited", "connect"  # kinds of errors
+CONNECT = 30.0  # seconds until connected, and until the models are listed, at most
 DETAIL = 200  # characters of an error that are kept
 CLOCK = time.perf_counter
 
@@ -35,19 +37,20 @@ class Client:
         self._base = url.rstrip("/").removesuffix("/v1")
         self._api = api
         self._fields = fields
-        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, 30.0))
+        self._timeout = aiohttp.ClientTimeout(total=timeout, sock_connect=min(timeout, CONNECT))
 
     async def model(self) -> str:
         """The model's name as the server lists it; "" if it does not."""
+        limit = min(self._timeout.total or CONNECT, CONNECT)  # nothing is computed
         try:
-            async with self._session.get(self._base + "/v1/models", timeout=self._timeout) as reply:
+            async with self._session.get(self._base + "/v1/models", timeout=aiohttp.ClientTimeout(total=limit)) as reply:
                 if reply.status == 401:
                     raise Unreachable(f"{self._base} wants an API key: --api-key")
                 content = await reply.json(content_type=None) if reply.status == 200 else {}
             return str(content["data"][0]["id"]) if isinstance(content, dict) and content.get("data") else ""
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error  # without aiohttp's settings
-            why = getattr(cause, "strerror", None) or str(cause) or f"within {self._timeout.total:g} s"
+            why = getattr(cause, "strerror", None) or str(cause) or f"within {limit:g} s"
             raise Unreachable(f"nobody answers at {self._base} ({why}): start the server, or give another URL") from None
         except (ValueError, KeyError, TypeError, RecursionError, aiohttp.ClientError):
             return ""
@@ -60,7 +63,7 @@ class Client:
     async def ask(self, prompt: Prompt, record: Record) -> None:
         """Sends a request, and returns when the answer has ended in any way. `record` gets the measurements."""
         record.wanted = prompt.output
-        body = msgspec.json.encode(self._api.body(prompt, self._fields))
+        body = json.dumps(self._api.body(prompt, self._fields)).encode()  # msgspec's has no halves of surrogate pairs, and no NaN
         headers = {"Content-Type": "application/json"}
         self.running += 1
         record.sent = CLOCK()
@@ -73,8 +76,8 @@ class Client:
         except asyncio.CancelledError:
             _fail(record, NOT_AWAITED, "it had not ended when the load had")
             raise
-        except TimeoutError:
-            _fail(record, "timeout", f"no end within {self._timeout.total:g} s")
+        except TimeoutError as error:  # with words while it connects, which has a time of its own
+            _fail(record, "timeout", str(error) or f"no end within {self._timeout.total:g} s")
         except aiohttp.ClientConnectorError as error:
             _fail(record, REFUSED, str(error))
         except (aiohttp.ClientError, ConnectionError) as error:
@@ -116,4 +119,5 @@ class Client:
 
 
 def _fail(record: Record, kind: str, detail: str) -> None:
-    record.error, record.detail = kind, detail[:DETAIL]
+    line = "".join(each if each.isprintable() else " " for each in detail)  # a page of HTML, or what controls a terminal
+    record.error, record.detail = kind, " ".join(line.split())[:DETAIL]

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     if idle := without_effect(parser, options):
         parser.error(idle)
     if options.chaos:
-        return _chaos(parser, options)
+        return _chaos(parser, options, key(""))
     options.api_key = key(options.api_key)
     with ExitStack() as stack:
         try:
@@ -48,6 +48,8 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
                 raise ValueError("--requests and --duration exclude each other")
             if options.concurrency and options.rate:
                 raise ValueError("--concurrency and --rate exclude each other: one is a closed loop, the other an open one")
+            if options.json and options.json == options.html:
+                raise ValueError(f"--json and --html both name {options.json}: choose another name for one of them")
             stack.enter_context(_places([path for path in (options.json, options.html) if path]))
         except OSError as error:
             parser.error(f"{error.filename}: {error.strerror}")
@@ -86,7 +88,7 @@ def _told(options: argparse.Namespace, result: dict[str, Any]) -> int:
 def _write(path: Path, text: str) -> None:
     """Raises OSError with the file's name, which Python leaves out where a disk is full."""
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may be no UTF-8
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
@@ -106,11 +108,12 @@ def _places(paths: Sequence[Path]) -> Iterator[None]:
                 path.unlink()
 
 
-def _chaos(parser: Parser, options: argparse.Namespace) -> int:
+def _chaos(parser: Parser, options: argparse.Namespace, key: str) -> int:
     plan = Plan(options.chaos, options.chaos_clients, options.chaos_every, options.seed)
     try:
-        return chaos.main(plan, shlex.split(options.serve), options.json, Console(stderr=True, quiet=options.quiet))
-    except (Failed, OSError, ValueError) as error:
+        with _places([options.json] if options.json else []):
+            return chaos.main(plan, shlex.split(options.serve), options.json, Console(stderr=True, quiet=options.quiet), key)
+    except (Failed, OSError, ValueError, aiohttp.ClientError) as error:
         parser.error(str(error))
 
 

@@ -184,7 +184,10 @@ def positive(text: str) -> float:
 
 def from_zero(text: str) -> float:
     """A number from 0."""
-    return 0.0 if text == "0" else positive(text)
+    with suppress(ValueError):
+        if float(text) == 0:
+            return 0.0
+    return positive(text)
 
 
 def count(text: str) -> int:
@@ -216,7 +219,7 @@ def field(text: str) -> tuple[str, Any]:
         raise ValueError(f"{text}: NAME=VALUE is needed")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         if value.startswith(("{", "[", '"')):
             raise ValueError(f"{text}: this begins like JSON, and is none") from None
         return name, value

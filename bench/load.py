@@ -33,9 +33,9 @@ class Extent:
     warm_requests: int = 0
     drain: float = 60.0  # seconds that the last answers get
 
-    def more(self, elapsed: float, sent: int) -> bool:
-        """Whether another request is sent."""
-        return elapsed < self.seconds + self.warm_seconds if self.seconds else sent < self.requests + self.warm_requests
+    def more(self, elapsed: float, counted: int) -> bool:
+        """Whether another request is sent, after so many that are measured."""
+        return elapsed < self.seconds + self.warm_seconds if self.seconds else counted < self.requests
 
     def counts(self, elapsed: float, index: int) -> bool:
         """Whether a request that was to be sent then is measured."""
@@ -100,7 +100,7 @@ class Load:
         room = asyncio.Semaphore(most) if most else None
         async with _team() as tasks:
             for offset in self._arrivals.moments(stage.value, random.Random(self._seed)):
-                if not self._extent.more(offset, len(tasks)):
+                if not self._extent.more(offset, len(stage.counted)):
                     break
                 wait = start + offset - CLOCK()
                 if wait > SLACK or not len(tasks) % BURST:
@@ -124,7 +124,7 @@ class Load:
 
     async def _closed(self, stage: Stage, start: float) -> None:
         async def work() -> None:
-            while self._extent.more(CLOCK() - start, len(stage.records)):
+            while self._extent.more(CLOCK() - start, len(stage.counted)):
                 prompt, record = next(self._prompts), self._record(stage, start, CLOCK())
                 await self._client.ask(prompt, record)
                 if record.error == REFUSED:  # at once: the next would be, too, and this process would do nothing else

@@ -63,7 +63,7 @@ class LocalServer:
         self.answered = self.ready = 0.0  # seconds after its start when /health first answered, and first answered 200
         self._start = start
         self._began = time.monotonic()
-        command = [sys.executable, "-m", module, "serve", *flags, "--hostname", HOST, "--port", str(self.port)]
+        command = [sys.executable, "-P", "-m", module, "serve", *flags, "--hostname", HOST, "--port", str(self.port)]
         with log.open("w") as out:
             self._process = subprocess.Popen(
                 command,

@@ -115,7 +115,8 @@ def read(path: Path, output: Lengths | None, default: int) -> Recorded:
     if text.lstrip().startswith("["):
         content: list[Any] = _json(text, str(path))
     else:
-        content = [_json(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = text.split("\n")  # and nowhere else: JSON may have line separators of Unicode in it
+        content = [_json(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     for number, row in enumerate(content, 1):
         try:
             rows += _row(row, default)
@@ -129,7 +130,7 @@ def read(path: Path, output: Lengths | None, default: int) -> Recorded:
 def _json(text: str, place: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: no JSON: {error}") from None
 
 

@@ -34,7 +34,7 @@ class Record:
     @property
     def uncounted(self) -> int:
         """Tokens that no event showed: the server sends several in one event and does not say how many."""
-        return max(0, self.told_tokens - sum(self.counts)) if self.told_tokens else 0
+        return max(0, self.told_tokens - sum(self.counts))
 
     @property
     def ttft(self) -> float:

@@ -35,8 +35,8 @@ async def watch(console: Console, stage: Stage, client: Client, extent: Extent, 
 def _line(stage: Stage, client: Client, extent: Extent, position: str, elapsed: float, speed: float) -> Text:
     ended = [record for record in stage.records if record.ended]
     recent = [record.ttft for record in ended[-RECENT:] if record.moments]
-    total = extent.seconds + extent.warm_seconds
-    done = elapsed / total if total else len(ended) / (extent.requests + extent.warm_requests)
+    answered = sum(bool(record.ended) for record in stage.counted)
+    done = elapsed / (extent.seconds + extent.warm_seconds) if extent.seconds else answered / extent.requests
     blocks = round(20 * min(done, 1.0))
     failed = sum(bool(record.error) for record in ended)
     line = Text(f"{position} {load_title({stage.kind: stage.value})} ", style="bold")

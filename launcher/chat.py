@@ -26,7 +26,7 @@ from .paths import expanded
 from .url import connection, split
 
 DEFAULT_URL = "http://localhost:3000"
-CONNECT, ANSWER = 10.0, 600.0  # seconds: until connected, and between two events
+CONNECT, ANSWER = 10.0, 600.0  # seconds: until connected, and until the models are listed; and between two events
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that could control the terminal
 BLOCK = '"""'
 HELP = """/help                 this
@@ -112,7 +112,7 @@ class Conversation:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")  # half of a surrogate pair becomes JSON's escape
 
     def load(self, path: Path) -> None:
-        """Reads a saved conversation. Raises OSError, ValueError."""
+        """Reads a saved conversation. Raises OSError, ValueError, RecursionError."""
         content = json.loads(path.read_text(encoding="utf-8"))
         kept = content if isinstance(content, dict) else {}
         messages, fields = kept.get("messages"), kept.get("fields", {})
@@ -163,7 +163,7 @@ class Server:
         with closing(connection(self._url, CONNECT)) as connected:
             try:
                 connected.connect()
-                connected.sock.settimeout(ANSWER)
+                connected.sock.settimeout(ANSWER if body else CONNECT)
                 connected.request(method, self._url.path + route, None if body is None else json.dumps(body), self._headers)
                 reply = connected.getresponse()
             except (OSError, http.client.HTTPException) as error:
@@ -296,7 +296,7 @@ class Terminal:
         try:
             do(expanded(name))
             self._say(f"{done} {name}")
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self._complain(str(error))
 
     def _answer(self) -> None:
@@ -331,7 +331,7 @@ class Terminal:
         if pace.events:
             self._console.print()
             self._say(f"{pace}{'' if end in ('', 'stop') else f', {end}'}")
-        elif not text:
+        else:
             self._conversation.messages.pop()
 
     def _show(self, text: str, style: str = "") -> None:
@@ -340,7 +340,7 @@ class Terminal:
             self._console.print(clean, end="", style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _say(self, text: str) -> None:
-        self._console.print(f"[dim]{escape(text)}[/dim]", highlight=False)
+        self._console.print(f"[dim]{escape(CONTROL.sub(' ', text))}[/dim]", highlight=False)
 
     def _complain(self, text: str) -> None:
         self._console.print(CONTROL.sub(" ", text), style="red", markup=False, highlight=False)
@@ -350,7 +350,7 @@ def parsed(value: str) -> Any:
     """A value as JSON, else as a text."""
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 
@@ -364,7 +364,7 @@ def pipe(server: Server, conversation: Conversation, question: str) -> int:
             sys.stdout.flush()
     except Failed as failed:
         sys.stdout.flush()
-        print(f"penstock chat: {failed}", file=sys.stderr)
+        print(f"penstock chat: {CONTROL.sub(' ', ' '.join(str(failed).split()))}", file=sys.stderr)
         return 1
     sys.stdout.write("\n")
     return 0
@@ -412,8 +412,7 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     with suppress(ImportError):
         import readline  # noqa: F401 (makes `input` editable, with a history; not available everywhere)
     console = Console()
-    console.print(
-        f"[bold]{escape(str(conversation.fields['model']))}[/bold] at {escape(server.base)}. /help lists commands.", highlight=False
-    )
+    model = escape(CONTROL.sub(" ", str(conversation.fields["model"])))
+    console.print(f"[bold]{model}[/bold] at {escape(server.base)}. /help lists commands.", highlight=False)
     Terminal(server, conversation, console).run()
     return 0

@@ -100,7 +100,7 @@ class Layout:
 def parse(text: str) -> Cluster:
     """Parses [NODES x] [GPUS x] KIND [KEY=VALUE ...]. Raises UsageError."""
     head, *words = re.split(r"\s+(?=[\w-]+=)", text.strip())
-    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(?:(\d+)\s*x\s*)?([A-Za-z][\w.-]*)", head)
+    found = re.fullmatch(r"(?:(\d{1,9})\s*x\s*)?(?:(\d{1,9})\s*x\s*)?([A-Za-z][\w.-]*)", head)
     if not found:
         raise UsageError(f"--cluster {text}: nodes x GPUs of each x kind is needed, such as {EXAMPLE}")
     counts = [int(count) for count in found.groups()[:2] if count is not None]
@@ -130,7 +130,7 @@ def _assignment(word: str, text: str) -> tuple[str, float]:
 
 def _amount(text: str) -> float:
     """The value of 141GB, 4.8TB/s, 80GiB, 989T, 989TFLOP/s, 400Gb/s (bits); 0 if it is none of these."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([MGTP])(i?)(B|b|FLOP|FLOPS)?(?:/s)?", text)
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)([MGTP])(i?)(B|b|FLOP|FLOPS)?(?:/s)?", text)
     if not found:
         return 0.0
     base = 1024.0 if found[3] else 1000.0
@@ -139,7 +139,7 @@ def _amount(text: str) -> float:
 
 def _seconds(text: str) -> float:
     """The value of 20us, 0.02ms; 0 if it is none of these."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms)", text)
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)(us|ms)", text)
     return float(found[1]) * (1e-6 if found[2] == "us" else 1e-3) if found else 0.0
 
 

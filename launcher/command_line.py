@@ -89,6 +89,8 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment
     values, unknown = parser.parse_known_args(arguments)
     if unknown:
         raise UsageError(_unknown(parser.prog, unknown))
+    if "" in (values.model, values.model_id):  # a variable that is not set, in a script
+        raise UsageError("MODEL is empty: name a folder or a hub id, or leave it out for the embedded demo model")
     given: dict[str, Any] = {}
     environment = stripped(environment)
     for name, field in FIELDS.items():
@@ -102,8 +104,6 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str], environment
             raise UsageError(f"{found[0][0]} and {found[1][0]} mean the same: set one of them")
         if found:
             given[name] = _value(field, *found[0])
-    if "" in (values.model, values.model_id):  # a variable that is not set, in a script
-        raise UsageError("MODEL is empty: name a folder or a hub id, or leave it out for the embedded demo model")
     if values.model:
         if values.model_id not in (None, values.model):
             raise UsageError(f"MODEL says {values.model} and --model-id says {values.model_id}: give one of them")
@@ -126,6 +126,8 @@ def _is_address(text: str) -> bool:
 def _value(field: "dataclasses.Field[Any]", source: str, text: str) -> Any:
     """`text` as the field's type. `source`: the flag or variable, for the error message. Raises UsageError."""
     choices = field.metadata["choices"]
+    if not text and field.metadata["kind"] is str:  # other kinds have their own words for it
+        raise UsageError(f"{source} is empty: give it a value, or leave it out")
     if choices and text not in choices:
         raise UsageError(f"{source}={text}: one of {', '.join(choices)} is needed")
     try:

@@ -18,6 +18,7 @@ from typing import TextIO
 from ..proto.process import moment
 
 ROOM = 1 << 20  # characters of lines that wait for a slow reader
+OWN = '{"timestamp": '  # so begin the JSON lines of our processes (`proto.process`); libraries print other things with braces
 LAST_WORDS = 1.0  # seconds that lines still get when the process ends
 
 
@@ -56,7 +57,7 @@ class Console:
         stream = self._error if error else self._out
         if not self._json_output:
             self._write(stream, f"[{name}] {line}")
-        elif line.startswith("{"):
+        elif line.startswith(OWN):
             self._write(stream, line)
         else:
             self._write(stream, self._wrap("INFO", name, line))
@@ -66,7 +67,7 @@ class Console:
         return self._wrap(level, "launcher", message) if self._json_output else f"penstock: {message}"
 
     def _wrap(self, level: str, name: str, message: str) -> str:
-        return json.dumps({"timestamp": moment(time.time()), "level": level, "name": name, "message": message}, ensure_ascii=False)
+        return json.dumps({"timestamp": moment(time.time()), "level": level, "name": name, "message": message})
 
     def _lost(self, lines: int) -> str:
         return self._own("WARNING", f"{lines} lines were dropped here: nobody read them in time")

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..proto.hub import Unavailable, download
 from .errors import UsageError
-from .paths import expanded
+from .paths import expanded, in_utf8
 
 DEMO = "penstock-demo"  # the model name that clients see for the embedded model
 DEMO_FOLDER = Path(__file__).resolve().parents[1] / "demo" / "model"
@@ -64,7 +64,10 @@ def locate(
         return model, DRAFTS[model]
     folder = expanded(model)
     if folder.is_dir():
-        return model, folder.resolve()
+        found = folder.resolve()
+        if not in_utf8(model) or not in_utf8(found):
+            raise UsageError(f"{model}: the path of a model has to be UTF-8, and {found} is not: rename the folder")
+        return model, found
     if folder.exists():
         other = ", of a model as safetensors, since GGUF is not supported" if model.endswith(".gguf") else ""
         raise UsageError(f"{model} is a file: name the folder that holds config.json{other}")

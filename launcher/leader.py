@@ -21,6 +21,7 @@ from .node_messages import Gone, Hello, Message, Orders, Said, listen, tell
 from .parts import GRACE, Command, Event, Failed, Outcome, Part, RemoteEvent, StartNow, StopRequested
 
 GREETING = 1 << 16  # most bytes of a hello message
+PAUSE = 0.2  # seconds until connections are accepted again after an error
 STRANGERS = 16  # unidentified connections that are listened to at once; more have to wait
 
 
@@ -217,7 +218,11 @@ class Leader(Part):
             try:
                 connection, (address, *_) = self._meeting.listening.accept()
             except OSError:
-                return
+                if self._meeting.listening.fileno() < 0:
+                    return
+                room.release()  # an error of that connection (accept(2)), or no descriptor is free
+                time.sleep(PAUSE)
+                continue
             reader = threading.Thread(target=self._converse, args=(connection, str(address), room.release), daemon=True)
             self._readers = [*filter(threading.Thread.is_alive, self._readers), reader]
             reader.start()

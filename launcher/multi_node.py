@@ -25,7 +25,7 @@ from .node_messages import Hello, Orders
 from .options import Options
 from .parts import Command
 
-NAMES = 30.0  # seconds in which node 0's own name may become known: an orchestrator creates it when the machine is there
+NAMES = 30.0  # seconds in which a node's own name may become known: an orchestrator creates it when the machine is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
     """The group as node 0 starts it, and where the router finds the ranks. Listens from now on. Raises UsageError."""
     asked = own.asked
     certified = checked(asked)
-    address = _own_address(asked, own.console)
+    address = _own_address(own)
     try:
         listening = link.listen(address, asked.master_port)
         relay, store = machine.free_ports(address, 2)
@@ -146,6 +146,13 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
 def follow(own: Node) -> int:
     """Serves as a node other than 0. Returns the exit code. Raises UsageError."""
     asked = own.asked
+    if asked.node_addr:
+        try:
+            machine.free_ports(_awaited("--node-addr", asked.node_addr, own), 1)
+        except OSError:
+            raise UsageError(
+                f"--node-addr {asked.node_addr} is no address of this machine: name one at which the others reach it"
+            ) from None
     leader = NodeZero(
         address=asked.master_addr,
         port=asked.master_port,
@@ -178,7 +185,7 @@ def checked(asked: Options, address: str = "") -> Certificates | None:
                 f"--tls-cert {asked.tls_cert} with --tls-key {asked.tls_key} would be refused by other nodes: {why}. It needs the "
                 f"name {certificates.NAME} (subjectAltName), --tls-ca as its authority, and use as client and as server"
             ) from None
-    elif address and not asked.insecure_nodes and not link.is_loopback(address):
+    elif address and not asked.insecure_nodes and not link.is_loopback(address.strip("[]")):
         raise UsageError(
             f"ranks would obey anybody who reaches {address}: name certificates with --tls-cert, --tls-key and --tls-ca, or say "
             "--insecure-nodes where nobody else is in the network"
@@ -186,26 +193,31 @@ def checked(asked: Options, address: str = "") -> Certificates | None:
     return found
 
 
-def _own_address(asked: Options, console: Console) -> str:
-    """Node 0's address. Its name may become known later than this process starts. Raises UsageError."""
-    deadline, announced = time.monotonic() + min(NAMES, asked.node_timeout), False
-    while True:
-        try:
-            address = _resolved(asked.master_addr)
-            break
-        except OSError:
-            if time.monotonic() > deadline:
-                raise UsageError(f"--master-addr {asked.master_addr} has no address: is its name known here?") from None
-        if not announced:
-            console.info(f"the name {asked.master_addr} is not known yet")
-            announced = True
-        time.sleep(1)
+def _own_address(own: Node) -> str:
+    """Node 0's address. Raises UsageError."""
+    asked = own.asked
+    address = _awaited("--master-addr", asked.master_addr, own)
     if link.is_loopback(address) and not link.is_loopback(asked.master_addr):
         raise UsageError(
             f"--master-addr {asked.master_addr} is {address} here (/etc/hosts says so), where no other node comes: name an address "
             "at which the others reach this machine"
         )
     return address
+
+
+def _awaited(flag: str, name: str, own: Node) -> str:
+    """The address of this node's own name, which may become known later than this process starts. Raises UsageError."""
+    deadline, announced = time.monotonic() + min(NAMES, own.asked.node_timeout), False
+    while True:
+        try:
+            return _resolved(name)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise UsageError(f"{flag} {name} has no address: is its name known here?") from None
+        if not announced:
+            own.console.info(f"the name {name} is not known yet")
+            announced = True
+        time.sleep(1)
 
 
 def _resolved(name: str) -> str:

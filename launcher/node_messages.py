@@ -59,7 +59,7 @@ def hello(message: Message) -> Hello:
             ports=tuple(int(port) for port in message["ports"]),
             terms={str(key): str(value) for key, value in message["terms"].items()},
         )
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
         raise ValueError("no hello") from None
     if message["kind"] != "hello" or not all(text.isprintable() for pair in found.terms.items() for text in pair):
         raise ValueError("no hello")

@@ -179,11 +179,9 @@ def url(text: str) -> str:
 def address(text: str) -> str:
     """An address that the router can bind: an IP address, or localhost."""
     try:
-        if text != "localhost":
-            ipaddress.ip_address(text)
+        return text if text == "localhost" else str(ipaddress.ip_address(text))  # :: however it is written
     except ValueError:
         raise ValueError("an IP address of this machine is needed, or localhost, or 0.0.0.0 for all") from None
-    return text
 
 
 def keys_of(text: str) -> tuple[str, ...]:

@@ -65,9 +65,19 @@ def start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> 
         errors="replace",
         bufsize=1,
         process_group=0,
+        cwd=_working_directory(),
         preexec_fn=bound_to(os.getpid()),  # from its first moment on, before it does so itself
     )
     return Child(name, process)
+
+
+def _working_directory() -> str | None:
+    """The child's: ours (None). If that has been removed, the root: torch can't be loaded without one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
 
 
 def follow(child: Child, console: Console, ended: Callable[[Child], None]) -> None:

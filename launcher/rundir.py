@@ -11,10 +11,11 @@ import socket
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from .errors import UsageError
+from .paths import in_utf8
 
 PREFIX = "penstock-"
 LOCK = "lock"
@@ -27,11 +28,16 @@ def private() -> Iterator[Path]:
     with ExitStack() as stack:
         with writing("the temporary folder"):
             home = Path(tempfile.gettempdir())
-            if len(os.fsencode(home)) > LONGEST_SOCKET - 40:
+            if len(os.fsencode(home)) > LONGEST_SOCKET - 40 or not in_utf8(home):
                 home = Path("/tmp")  # an unusually long TMPDIR leaves no room for a socket's name
             _sweep(home)
             # With mode 0700. If somebody else removes it first, that is no error.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX, dir=home)))
+            # systemd-tmpfiles, which removes what has grown old in /tmp, spares a folder that is locked itself.
+            own = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, own)
+            with suppress(OSError):  # NFS has no locks of folders
+                fcntl.flock(own, fcntl.LOCK_EX)
             # Locked before it gets its final name: a sweep never sees it unlocked.
             file = stack.enter_context((folder / "unlocked").open("w"))
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -67,6 +73,8 @@ def _sweep(home: Path) -> None:
 def prefixed(prefix: str, paths: Sequence[Path]) -> Iterator[None]:
     """Inside the context, the paths belong to this server: leftovers are removed before, and the files afterwards. prefix: what
     all of them begin with. Raises UsageError while another server has it."""
+    if not in_utf8(prefix):
+        raise UsageError(f"--shard-uds-path {prefix} is no UTF-8, as a socket's path has to be: choose another prefix")
     if not paths[0].parent.is_dir():
         raise UsageError(f"--shard-uds-path {prefix}: there is no folder {paths[0].parent}")
     longest = max(paths, key=lambda path: len(os.fsencode(path)))
@@ -74,8 +82,10 @@ def prefixed(prefix: str, paths: Sequence[Path]) -> Iterator[None]:
         raise UsageError(f"--shard-uds-path: {longest} is longer than the {LONGEST_SOCKET} bytes that a socket's path may have")
     lock = Path(f"{prefix}-{LOCK}").absolute()
     with writing(f"--shard-uds-path {prefix}", "choose another prefix"):
-        file = lock.open("w")
+        file = lock.open("a")
     with file:
+        if file.tell():
+            raise UsageError(f"--shard-uds-path: {lock} exists and is no lock: choose another prefix")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,9 +106,14 @@ def _clear(path: Path) -> None:
     if not stat.S_ISSOCK(path.stat().st_mode):
         raise UsageError(f"--shard-uds-path: {path} exists and is no socket: choose another prefix")
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
             return
+        except BlockingIOError:  # somebody listens, and does not accept
+            pass
+        except OSError as error:  # another user's, or of another kind
+            raise UsageError(f"--shard-uds-path: {path} can't be tried ({error.strerror}): choose another prefix") from None
     raise UsageError(f"--shard-uds-path: a live process listens on {path}: stop it, or choose another prefix")

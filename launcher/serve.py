@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..proto import settings
 from ..proto.speculation import LOSSY, Speculation, written
-from ..router.config import RouterConfig
+from ..router.config import ADDRESS, RouterConfig
 from ..shard.config import ShardConfig
 from ..shard.models.families import shape
 from . import (
@@ -132,7 +132,10 @@ def _route(asked: Options, name: str, folder: Path, environment: Mapping[str, st
 def _places(asked: Options, planned: Plan, private: Path, environment: Mapping[str, str]) -> Iterator[list[Place]]:
     """Where the rank groups of this machine listen: at sockets, which exist within this context, or at ports."""
     prefix = asked.shard_uds_path or str(private / "shard")
-    places = replicas.divide(asked, planned.local_ranks, str(Path(prefix).absolute()), environment, planned.gpus)
+    absolute = str(Path(prefix).absolute())
+    if asked.no_router and asked.shard_uds_path and not ADDRESS.fullmatch(f"unix:{absolute}"):
+        raise UsageError(f"--shard-uds-path: {absolute} has a space, comma or semicolon, with which --replica can't name it")
+    places = replicas.divide(asked, planned.local_ranks, absolute, environment, planned.gpus)
     with rundir.prefixed(prefix, [path for place in places for path in place.files]):
         for host, port in replicas.listening(places):
             machine.check_port(host, port, "--shard-listen", "--shard-listen")

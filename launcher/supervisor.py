@@ -185,11 +185,9 @@ class Supervisor:
         """Gives a part up. Returns an exit code if the server cannot do without it."""
         part.hopeless = True
         spared = self._served and part is not self._router and not all(group.hopeless for group in self._groups.values())
-        if self._served:
+        if self._served and exit_code != 2:
             why = f"died more than {part.restarts.limit} times within {WINDOW / 60:g} minutes (--max-restarts)"
-            ends = "the other replicas go on" if spared else "the server ends"
-            if exit_code != 2:
-                self._console.error(f"{part.name} {why}: {ends}")
+            self._console.error(f"{part.name} {why}: {'the other replicas go on' if spared else 'the server ends'}")
         # Ranks waiting for a lost one may do so for long, and so would the router's streams, which are to get an error.
         gone = self._served and part is not self._router and part.kill()
         if spared and gone:

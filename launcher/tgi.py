@@ -176,7 +176,7 @@ def _collector(values: argparse.Namespace, environment: Mapping[str, str], remar
 def _quantize(values: argparse.Namespace, environment: Mapping[str, str], remarks: list[str]) -> list[str]:
     """--quantize: names of libraries that quantize weights at load time become penstock's methods."""
     source = "--quantize" if values.quantize else "QUANTIZE"
-    given = values.quantize or environment.get("QUANTIZE", "").strip()
+    given = values.quantize or environment.get("QUANTIZE", "")
     if given in LACKING:
         raise UsageError(
             f"{source}={given} is text-generation-inference's, and penstock lacks it: leave it out if the checkpoint is quantized "

@@ -6,6 +6,7 @@ Everything shown is a gauge of the last scrape, or what counters and histograms 
 import argparse
 import http.client
 import json
+import math
 import signal
 import sys
 import time
@@ -21,9 +22,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from . import option_types
 from .chat import CONTROL, DEFAULT_URL
 from .command_line import Parser
-from .option_types import LONGEST
 from .url import connection, split
 
 TIMEOUT = 5.0  # seconds for an answer
@@ -111,6 +112,8 @@ def parse(text: str) -> dict[str, MetricSums]:
     parts: dict[str, MetricSums] = {}
     for family in text_string_to_metric_families(lines + "\n"):
         for sample in family.samples:
+            if not math.isfinite(sample.value):  # allowed there, and no count
+                raise ValueError(f"{sample.name} is {sample.value}")
             name = sample.name.removeprefix(PREFIX).removeprefix(OF_REPLICA)
             sums = parts.setdefault(sample.labels.get(REPLICA, ""), MetricSums())
             base = name.removesuffix("_bucket")
@@ -403,12 +406,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _positive(text: str) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= LONGEST:
-        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0, and up to {LONGEST:,.0f}, is needed")
-    return value
+        return option_types.positive(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
 
 
 def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
@@ -421,6 +421,9 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     once = options.once or not (terminal or options.json)
     if not once:  # Ctrl-C ends it, also where a script has started it with `&`, which has the signal ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(
+            signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+        )  # `timeout 10 penstock top`: the screen is restored
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             scrapes = _scrapes(servers, pool, options.interval)

@@ -2,7 +2,7 @@
 
 import http.client
 from contextlib import suppress
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from .errors import UsageError
 
@@ -12,7 +12,8 @@ def split(text: str) -> SplitResult:
     with suppress(ValueError):  # the port is no number, a bracket is missing, no host can have such a name
         parts = urlsplit(text if "://" in text else f"http://{text}")
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and parts.hostname.encode("idna"):
-            return parts._replace(path=parts.path.rstrip("/").removesuffix("/v1"))
+            path = quote(parts.path, safe="/%:@!$&'()*+,;=~")  # http.client takes ASCII alone
+            return parts._replace(path=path.rstrip("/").removesuffix("/v1"))
     raise UsageError(f"{text} is no URL of a server: http://HOST:PORT is needed")
 
 

@@ -133,6 +133,6 @@ def control_groups(controller: str) -> list[Path]:
 def lines_of(path: Path) -> list[str]:
     """The lines of a file of /proc or /sys; [] where the kernel or the container has no such file."""
     try:
-        return path.read_text().splitlines()
+        return os.fsdecode(path.read_bytes()).splitlines()  # a command line or a group's name may be no UTF-8
     except OSError:
         return []

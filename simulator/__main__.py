@@ -1,5 +1,6 @@
 """Runs `penstock simulate`, as `python -m penstock.simulator`."""
 
+import io
 import sys
 
 
@@ -8,6 +9,8 @@ def main() -> int:
     try:
         from . import command  # imported here, since Ctrl-C may come meanwhile
 
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may have characters that its encoding lacks
         return command.run()
     except KeyboardInterrupt:
         return 130

@@ -62,7 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measures = Replay(setting(options), requests).run()
     print(json.dumps(measures.summary(), indent=2) if options.json else report.table(measures))
     if options.plot:
-        report.plot({options.policy: measures}, options.plot)
+        try:
+            report.plot({options.policy: measures}, options.plot)
+        except ValueError as error:
+            parser.error(f"--plot {options.plot}: {error}")
     return 0
 
 
@@ -91,7 +94,7 @@ def asked(options: argparse.Namespace) -> list[Request]:
         try:
             requests = trace.generate(workload(options), options.seed)
         except ArithmeticError:
-            raise ValueError("--poisson, --bursts or --waves is too near to 0 to reckon with") from None
+            raise ValueError("--poisson, --bursts or --waves is too near to 0 to reckon with, or a length too large") from None
     requests = trace.faster(requests, options.hurry)
     if not math.isfinite(requests[-1].arrival):
         raise ValueError("--poisson, --bursts or --hurry is so near to 0 that requests never come")

@@ -4,7 +4,8 @@ import http.client
 import os
 import sys
 
-connection = http.client.HTTPConnection("127.0.0.1", int(os.environ.get("PORT", "3000")), timeout=4)
+port = os.environ.get("PORT") or os.environ.get("AIP_HTTP_PORT") or "3000"  # as the server reads them
+connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=4)
 try:
     connection.request("GET", "/health")
     answer = connection.getresponse()

@@ -8,11 +8,15 @@ folder="${1:?name the folder}"
 mkdir -p "$folder"
 authority="$(mktemp -d)"
 trap 'rm -rf "$authority"' EXIT
-openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 365 -subj "/CN=penstock nodes" \
-    -addext "keyUsage=critical,keyCertSign" -keyout "$authority/key" -out "$folder/ca.crt" 2>/dev/null
-openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=penstock" \
-    -keyout "$folder/tls.key" -out "$authority/request" 2>/dev/null
+# openssl's words are seen only where it fails, or is missing.
+quietly() {
+    "$@" 2>"$authority/words" || { cat "$authority/words" >&2; exit 1; }
+}
+quietly openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 365 -subj "/CN=penstock nodes" \
+    -addext "keyUsage=critical,keyCertSign" -keyout "$authority/key" -out "$folder/ca.crt"
+quietly openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=penstock" \
+    -keyout "$folder/tls.key" -out "$authority/request"
 printf 'subjectAltName=DNS:penstock\nextendedKeyUsage=serverAuth,clientAuth\nkeyUsage=critical,digitalSignature\nbasicConstraints=critical,CA:FALSE\n' \
     >"$authority/extensions"
-openssl x509 -req -in "$authority/request" -CA "$folder/ca.crt" -CAkey "$authority/key" -CAserial "$authority/serial" -CAcreateserial -days 365 \
-    -extfile "$authority/extensions" -out "$folder/tls.crt" 2>/dev/null
+quietly openssl x509 -req -in "$authority/request" -CA "$folder/ca.crt" -CAkey "$authority/key" -CAserial "$authority/serial" -CAcreateserial -days 365 \
+    -extfile "$authority/extensions" -out "$folder/tls.crt"

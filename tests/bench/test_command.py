@@ -9,6 +9,7 @@ import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import aiohttp
 import pytest
 
-from penstock.bench import command
+from penstock.bench import client, command, tables
 from penstock.bench.client import Client
-from penstock.bench.load import AGAIN, Load, Stage
+from penstock.bench.load import AGAIN, Extent, Load, Stage
 from penstock.bench.prompts import Prompt, TokenScale
+from penstock.bench.protocols import OpenAI
 from penstock.bench.record import Record
 from penstock.tests.bench.fake_server import Behaviour, serving
 
@@ -230,6 +232,41 @@ def test_stage_without_counted_requests_reports_its_duration_and_a_warning(tmp_p
         assert "no request was answered" in stage["warnings"]
 
 
+@pytest.mark.parametrize("load", [["--concurrency", "2"], ["--rate", "40", "--arrivals", "constant"]])
+def test_number_of_requests_is_measured_after_seconds_of_warm_up(load: list[str], tmp_path: Path) -> None:
+    """As after a number of requests, however many of them the warm-up takes."""
+    [stage], _ = bench(Behaviour(gap=0.02), tmp_path, *load, "--requests", "6", "--warm-up", "0.5s", "--output", "3")
+    assert stage["requests"]["counted"] == stage["requests"]["answered"] == 6
+    assert stage["requests"]["sent"] > 6
+
+
+def test_progress_of_a_number_of_requests_is_that_of_the_measured_ones() -> None:
+    stage, client = Stage("concurrency", 1), Client(None, "", OpenAI(True, True, False), {}, 1.0)  # type: ignore[arg-type]
+    stage.records = [Record(0.0, ended=1.0, error="cut")] * 9
+    for measured, blocks in ((0, 0), (2, 10), (4, 20)):
+        stage.counted = stage.records[:measured]
+        line = tables._line(stage, client, Extent(requests=4, warm_seconds=5.0), "", 100.0, 0.0)
+        assert line.plain.count("█") == blocks
+
+
+def test_timeout_of_a_connection_is_not_reported_as_that_of_the_answer() -> None:
+    async def ask(url: str, record: Record) -> None:
+        async with aiohttp.ClientSession() as session:
+            asking = Client(session, url, OpenAI(True, True, False), {}, 600.0)
+            asking._timeout = aiohttp.ClientTimeout(600, sock_connect=0.1)
+            await asking.ask(Prompt("a", 1), record)
+
+    record = Record(0.0)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
+        for _ in range(3):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        asyncio.run(ask(url, record))
+    assert (record.error, record.detail) == ("timeout", f"Connection timeout to host {url}/v1/chat/completions")
+
+
 @pytest.mark.usefixtures("calibration_without_timeout")
 def test_requests_that_were_never_sent_have_no_lateness(tmp_path: Path) -> None:
     flags = ["--rate", "40", "--duration", "0.5", "--max-in-flight", "1", "--timeout", "0.5", "--output", "50", "--model", "m"]
@@ -379,6 +416,28 @@ def test_dataset_prompts_and_output_lengths_are_used(tmp_path: Path) -> None:
     assert {body["max_tokens"] for body in fake.bodies[2:]} == {8}  # the fake server counts 2 tokens for each word
 
 
+def test_html_report_names_a_dataset_that_is_no_utf8(tmp_path: Path) -> None:
+    dataset, page = tmp_path / "\udcff.jsonl", tmp_path / "page.html"
+    dataset.write_text('{"prompt": "a"}')
+    bench(Behaviour(), tmp_path, "--dataset", str(dataset), "--requests", "1", "--html", str(page))
+    assert "\\udcff.jsonl" in page.read_text()
+
+
+def test_error_of_a_server_is_one_line_without_control_characters() -> None:
+    record = Record(0.0)
+    client._fail(record, "status 502", "<html>\r\n<h1>502\x1b[2J</h1>\n")
+    assert record.detail == "<html> <h1>502 [2J</h1>"
+
+
+@pytest.mark.parametrize("text", ["half \\ud83d of a character", "lines \u2028 \x85 apart"])
+def test_dataset_prompts_are_sent_as_they_are(text: str, tmp_path: Path) -> None:
+    dataset = tmp_path / "prompts.jsonl"
+    dataset.write_text(f'{{"prompt": "{text}"}}\n', encoding="utf-8")
+    _, fake = bench(Behaviour(), tmp_path, "--dataset", str(dataset), "--requests", "1", "--field", "user=\udcff")
+    assert fake.bodies[-1]["messages"][0]["content"] == json.loads(f'"{text}"')
+    assert fake.bodies[-1]["user"] == "\udcff"
+
+
 def test_html_report_is_one_self_contained_file_without_invalid_numbers(tmp_path: Path) -> None:
     """It loads nothing, and escapes names."""
     path = tmp_path / "page.html"
@@ -407,6 +466,7 @@ def test_html_report_is_one_self_contained_file_without_invalid_numbers(tmp_path
         (["--chaos", "5", "--rate", "2"], "--chaos has a server and a load of its own: leave --rate out"),
         (["--chaos", "5", "--seed", "2", "--html", "x"], "leave --html out"),
         (["other", "--chaos", "5"], "leave URL out"),
+        (["--chaos", "5", "--json", "/dev/null/found.json"], "Not a directory: '/dev/null/found.json'"),
         (["--chaos-every", "1"], "--chaos-every is for --chaos SECONDS"),
         (["--prompt", "10", "--shared-prefix", "20"], "leaves nothing of its own"),
         (["ftp://127.0.0.1"], "ftp://127.0.0.1 is no URL of a server: http://HOST:PORT is needed"),
@@ -415,6 +475,10 @@ def test_html_report_is_one_self_contained_file_without_invalid_numbers(tmp_path
         (["http://a..b"], "http://a..b is no URL of a server"),
         (["--field", "x={"], "x={: this begins like JSON, and is none"),
         (["--field", 'x="'], "this begins like JSON, and is none"),
+        (["--field", "x=" + "[" * 100_000], "this begins like JSON, and is none"),
+        (["--json", "x", "--html", "x"], "--json and --html both name x"),
+        (["--chaos", "5", "--chaos-every", "-1"], "-1: a number above 0 is needed"),
+        (["--chaos-every", "0.0"], "--chaos-every is for --chaos SECONDS"),
         (["127.0.0.1:9"], "nobody answers at http://127.0.0.1:9 (Connect call failed"),
         (["http://127.0.0.1:9"], "nobody answers at http://127.0.0.1:9"),
     ],
@@ -428,10 +492,13 @@ def test_invalid_flags_exit_with_2_and_one_line(flags: list[str], text: str, cap
     assert message.count("\n") == 1
 
 
-def test_silent_server_is_reported_with_the_timeout(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(SystemExit):
-        command.main([f"http://127.0.0.1:{silent.getsockname()[1]}", "--timeout", "0.2"])
-    assert "(within 0.2 s)" in capsys.readouterr().err
+def test_silent_server_is_reported_with_the_timeout(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timeout of a request, or of the list of models if that is less."""
+    for flags, connect in ((["--timeout", "0.2"], 30.0), ([], 0.2)):
+        monkeypatch.setattr(client, "CONNECT", connect)
+        with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(SystemExit):
+            command.main([f"http://127.0.0.1:{silent.getsockname()[1]}", *flags])
+        assert "(within 0.2 s)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -442,6 +509,7 @@ def test_silent_server_is_reported_with_the_timeout(capsys: pytest.CaptureFixtur
         (b'{"output_tokens": 3}', 'row 1: no "prompt" text'),
         (b'{"prompt": "\xff"}', "no UTF-8"),
         (b'{"messages": ["a"]}', 'row 1: no "prompt" text'),
+        (b"[" * 100_000, "no JSON: maximum recursion depth exceeded"),
     ],
 )
 def test_invalid_dataset_is_reported_with_file_and_row(

@@ -7,6 +7,7 @@ Longer runs, and more than one rank: `penstock bench --chaos`, docs/benchmarking
 
 import asyncio
 import json
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -128,6 +129,35 @@ def test_wrong_answers_and_errors_are_reported(server: LocalServer, monkeypatch:
     first = result.wrong[0]
     difference = chaos_requests.difference(first["came"], first["expected"])
     assert any(line.endswith(difference) for line in summary if line.startswith("wrong: /"))
+
+
+def test_server_that_goes_away_is_reported_with_all_that_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a key in the environment, which the server takes from there. No fault is waited for that would come after the end."""
+    monkeypatch.setenv("API_KEY", "secret")
+    load = chaos.Chaos._load
+
+    async def lose(self: chaos.Chaos) -> None:
+        await load(self)
+        self._server._process.kill()
+        self._server._process.wait()
+
+    monkeypatch.setattr(chaos.Chaos, "_load", lose)
+    arguments = ["--chaos", "1", "--chaos-every", "1000", f"--serve={FLAGS}", "--quiet", "--json", str(tmp_path / "found.json")]
+    assert command.main(arguments, lambda given: given or "secret") == 1
+    assert "error: the run ended early: ClientConnectorError: Cannot connect to host" in capsys.readouterr().out
+    result = json.loads((tmp_path / "found.json").read_text())
+    assert result["answers"] > 0
+    assert result["errors"][-1] == "penstock serve ended with exit code -9"
+
+
+def test_lack_of_shards_is_an_error(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalServer, "processes", lambda self: {"launcher": 1})
+    run = chaos.Chaos(server, Plan(60.0, 1, every=0.01, seed=1), QUIET)
+    run._end = math.inf
+    with pytest.raises(ValueError, match="the server has no shards any more"):
+        asyncio.run(run._faults())
 
 
 def test_what_is_left_behind_is_reported(server: LocalServer, monkeypatch: pytest.MonkeyPatch) -> None:

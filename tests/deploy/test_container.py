@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.launcher import options
+from penstock.launcher import options, tgi
 from penstock.launcher.machine import free_port
 from penstock.router.config import RouterConfig
 from penstock.tests.deploy import deploy_page
@@ -75,11 +75,15 @@ def test_entrypoint_port_and_health_check_exist_in_the_project() -> None:
     [entry] = instructions("ENTRYPOINT")
     assert json.loads(entry)[0] in PROJECT["project"]["scripts"]
     [port] = instructions("EXPOSE")
-    assert environment()["PORT"] == port == str(RouterConfig(folder="", model="").port)
+    assert port == str(RouterConfig(folder="", model="").port)
     copied = [line.split() for line in instructions("COPY")]
     [health_script] = [words[-1] for words in copied if words[0].endswith("health.py")]
     [check] = instructions("HEALTHCHECK")
     assert json.loads(check.partition("CMD ")[2]) == ["python", "-I", health_script]
+
+
+def test_image_sets_no_variable_that_would_override_a_cloud_providers() -> None:
+    assert not environment().keys() & set(tgi.ALIASES.values())
 
 
 def test_image_has_no_secret_variables() -> None:
@@ -88,8 +92,9 @@ def test_image_has_no_secret_variables() -> None:
 
 
 def test_health_check_exits_0_with_a_server_and_1_without(server: int) -> None:
-    for port, code in ((server, 0), (free_port(), 1)):
-        variables = {**os.environ, "PORT": str(port)}
+    here, nowhere = str(server), str(free_port())
+    for named, code in (({"PORT": here}, 0), ({"PORT": nowhere}, 1), ({"PORT": "", "AIP_HTTP_PORT": here}, 0)):
+        variables = {**os.environ, **named}
         answer = subprocess.run([sys.executable, "-I", str(HEALTH)], env=variables, capture_output=True, text=True, timeout=30)
         assert answer.returncode == code, answer.stderr
 

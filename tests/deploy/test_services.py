@@ -62,6 +62,7 @@ def test_unit_uses_existing_flags_and_allows_enough_time_to_drain() -> None:
     assert float(unit["TimeoutStopSec"]) > parsed.graceful_termination_timeout + 2 * parts.GRACE
     assert unit["KillMode"] == "mixed"  # the launcher alone gets SIGTERM
     assert unit["RestartPreventExitStatus"] == "2"  # launcher/cli.py's exit code for invalid settings
+    assert unit["SuccessExitStatus"] == "143"  # launcher/serve.py's for SIGTERM before anything has started
     assert environment["HF_HOME"] == f"/var/cache/{unit['CacheDirectory']}"
 
 
@@ -146,6 +147,14 @@ def test_certificates_of_one_authority_are_accepted_and_foreign_ones_and_names_r
     assert shake_hands(ours, ours, certificates.NAME) == ""
     assert "certificate verify failed" in shake_hands(ours, foreign, certificates.NAME)
     assert "Hostname mismatch" in shake_hands(ours, ours, "elsewhere")
+
+
+@needs_openssl
+def test_failure_of_openssl_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tls.key").mkdir()
+    answer = subprocess.run(["sh", str(CERTIFICATES), str(tmp_path)], capture_output=True, text=True, timeout=30)
+    assert answer.returncode == 1
+    assert "Is a directory" in answer.stderr
 
 
 def shake_hands(one: Path, other: Path, name: str) -> str:

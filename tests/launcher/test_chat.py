@@ -6,6 +6,7 @@ import os
 import pty
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ from typing import Any, ClassVar
 import pytest
 from rich.console import Console
 
-from penstock.launcher.chat import AnswerSpeed, Conversation, Failed, Server, StreamDelta, Terminal, pipe
+from penstock.launcher import chat
+from penstock.launcher.chat import AnswerSpeed, Conversation, Failed, Server, StreamDelta, Terminal, parsed, pipe
 from penstock.launcher.errors import UsageError
 
 WAIT = 30.0  # seconds for a terminal to show something, on a busy machine
@@ -203,9 +205,9 @@ def test_empty_question_is_refused() -> None:
 
 
 def test_errors_in_a_pipe_are_one_line() -> None:
-    with fake_server([delta("Hel"), {"error": {"message": "it broke"}}]) as url:
+    with fake_server([delta("Hel"), {"error": {"message": "it\nbroke\x1b"}}]) as url:
         answer = run_chat(url)
-    assert (answer.returncode, answer.stdout, answer.stderr) == (1, "Hel", "penstock chat: it broke\n")
+    assert (answer.returncode, answer.stdout, answer.stderr) == (1, "Hel", "penstock chat: it broke \n")
     with fake_server([delta("Hel")]) as url:
         answer = run_chat(url)
     assert (answer.returncode, answer.stderr) == (1, "penstock chat: the answer was cut off\n")
@@ -316,6 +318,8 @@ def test_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     assert conversation.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     assert conversation.system == "Be kind."
     assert "No such file" in shown
+    path.write_text("[" * 100_000)
+    assert "recursion" in run_conversation("http://127.0.0.1:9", [f"/load {path}"])[0]
     for other in ("[]", '{"messages": ["Hi"]}', '{"messages": [{}]}', '{"messages": [], "fields": [1]}'):
         path.write_text(other)
         with pytest.raises(ValueError, match=r"no talk|no object"):
@@ -336,7 +340,7 @@ def test_half_of_a_surrogate_pair_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_control_characters_and_markup_of_an_answer_have_no_effect() -> None:
     """Control characters are removed, and rich's markup is shown as text."""
-    with fake_server([delta("a\x1b[2Jb\x07\r\x9b1m[red]c[/red] :smile:\td\n"), delta(reason="stop")]) as url:
+    with fake_server([delta("a\x1b[2Jb\x07\r\x9b1m[red]c[/red] :smile:\td\n"), delta(reason="x\x1b[2J")]) as url:
         shown, _ = run_conversation(url, ["Hi"])
     assert "a[2Jb1m[red]c[/red] :smile:" in shown
     assert "\x1b" not in shown
@@ -357,12 +361,20 @@ def test_answer_speed_counts_tokens_and_times() -> None:
     assert (speed.events, speed.tokens) == (3, 9)
 
 
-def test_invalid_url_is_refused_and_an_unreachable_server_reported() -> None:
+def test_invalid_url_is_refused_and_an_unreachable_or_silent_server_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("ftp://host", "http://", "http://host:port", "host:0", "http://[::1", "http://a..b", f"http://{'a' * 70}"):
         with pytest.raises(UsageError):
             Server(url, "")
     with pytest.raises(Failed, match="nobody answers"):
         Server("http://127.0.0.1:9/v1/", "").model()
+    monkeypatch.setattr(chat, "CONNECT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(Failed, match=r"nobody answers .*timed out"):
+        Server(f"http://127.0.0.1:{silent.getsockname()[1]}", "").model()
+    assert Server("http://host/ä b%20c/v1", "").base == "http://host/%C3%A4%20b%20c"  # as browsers do
+
+
+def test_nested_value_of_a_field_that_python_cannot_read_is_a_text() -> None:
+    assert parsed("[" * 100_000) == "[" * 100_000
 
 
 class PseudoTerminal:

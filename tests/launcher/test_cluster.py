@@ -102,6 +102,8 @@ def test_given_figures_override_the_table_of_accelerators() -> None:
         ("H200 memory=48", "memory=48 is no number with its unit, such as 48GB"),
         ("H200 latency=1", "latency=1 is no number with its unit, such as 20us"),
         ("H200 flops=0T", "flops=0T is no number"),
+        (f"{'9' * 5000} x H200", "nodes x GPUs of each x kind is needed"),
+        (f"H200 memory={'9' * 400}GB", "GB is no number with its unit, such as 48GB"),
     ],
 )
 def test_invalid_cluster_description_is_refused(text: str, error: str) -> None:

@@ -37,30 +37,38 @@ def lines_written(json_output: bool) -> tuple[list[str], list[str]]:
     console = Console(json_output, out, error)
     console.info("hello")
     console.error("alas")
-    console.relay("shard 0", '{"message": "as it is"}', error=False)
+    console.relay("shard 0", '{"timestamp": "as it is"}', error=False)
+    console.relay("shard 0", "{'no': JSON}", error=False)
     console.relay("shard 1", "Traceback", error=True)
     return out.getvalue().splitlines(), error.getvalue().splitlines()
 
 
 def test_text_output_prefixes_lines_with_the_process_name() -> None:
     assert lines_written(json_output=False) == (
-        ["penstock: hello", '[shard 0] {"message": "as it is"}'],
+        ["penstock: hello", '[shard 0] {"timestamp": "as it is"}', "[shard 0] {'no': JSON}"],
         ["penstock: alas", "[shard 1] Traceback"],
     )
 
 
 def test_json_output_wraps_lines_that_are_not_json() -> None:
     out, error = lines_written(json_output=True)
-    assert out[1] == '{"message": "as it is"}'
-    lines = [json.loads(line) for line in (out[0], *error)]
+    assert out.pop(1) == '{"timestamp": "as it is"}'
+    lines = [json.loads(line) for line in (*out, *error)]
     assert all(
         re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["timestamp"]) for line in lines
     )  # the format of the router's and the shards' timestamps
     assert [(line["level"], line["name"], line["message"]) for line in lines] == [
         ("INFO", "launcher", "hello"),
+        ("INFO", "shard 0", "{'no': JSON}"),
         ("ERROR", "launcher", "alas"),
         ("INFO", "shard 1", "Traceback"),
     ]
+
+
+def test_json_output_is_valid_in_any_encoding() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="backslashreplace")
+    Console(True, out, out).info("ü, \U0001f600, \udcff")
+    assert json.loads(out.buffer.getvalue())["message"] == "ü, \U0001f600, \udcff"
 
 
 def test_broken_pipe_on_stdout_is_ignored() -> None:

@@ -1,5 +1,6 @@
 """Where a model is found: the demo model, a folder, or the Hugging Face hub, whose client library is mocked or offline."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -149,6 +150,15 @@ def test_file_as_model_and_revision_of_a_folder_are_refused(tmp_path: Path) -> N
     for model in (str(tmp_path), "", *hub.DRAFTS):
         with pytest.raises(UsageError, match=f"--revision abc is for models of the hub, not {model or 'the demo model'}: leave"):
             hub.locate(model, revision="abc")
+
+
+def test_folder_whose_path_is_no_utf8_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    for name in (folder, tmp_path / "link"):
+        with pytest.raises(UsageError, match=r"the path of a model has to be UTF-8, and .* is not: rename the folder"):
+            hub.locate(str(name))
 
 
 def test_refusal_of_the_hub_is_named_when_there_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 and stop together (`run_node.py`, with fake processes as ranks)."""
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -17,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import machine, membership, node_messages
+from penstock.launcher import leader, machine, membership, node_messages
+from penstock.launcher.console import Console
 from penstock.launcher.membership import Membership
 from penstock.launcher.node_messages import Hello
 from penstock.proto import link
@@ -122,6 +124,7 @@ def test_terms_include_every_shard_setting_except_a_ranks_own() -> None:
         json.dumps({**hello(1).message(), "kind": "welcome"}).encode(),
         json.dumps({**hello(1).message(), "address": "10.0.0.1\nnode 2"}).encode(),
         json.dumps({**hello(1).message(), "ports": "x"}).encode(),
+        json.dumps({**hello(1).message(), "node": float("inf")}).encode(),
         json.dumps({**hello(1).message(), "terms": {"a\nb": "c"}}).encode(),
         json.dumps({**hello(1).message(), "terms": None}).encode(),
         b"[" * 100_000,
@@ -131,6 +134,43 @@ def test_malformed_hello_is_refused(message: bytes) -> None:
     with pytest.raises(ValueError, match=r"^no (hello|message of a launcher)$"):
         node_messages.hello(node_messages.read(message))
     assert node_messages.hello(node_messages.read(node_messages.written(hello(1).message()))) == hello(1)
+
+
+def test_connections_are_accepted_after_one_that_failed(tmp_path: Path) -> None:
+    """As accept(2) says: Linux passes on errors of the new connection."""
+    listening, lines = FailingOnce(), io.StringIO()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    orders = node_messages.Orders(epoch=0, relay_address="127.0.0.1:1", token="", store=1)
+    meeting = leader.Meeting(
+        listening=listening,
+        certificates=None,
+        silence=1.0,
+        timeout=1.0,
+        orders=orders,
+        addresses=tmp_path,
+        console=Console(False, lines, lines),
+    )
+    group = leader.Leader("the shards", [], 0, [], meeting, Membership(2, TERMS))
+    group.attend(lambda event: None)
+    with socket.create_connection(listening.getsockname()) as stranger:
+        stranger.sendall(b"\0\0\0\2{}")
+        stranger.settimeout(30)
+        assert stranger.recv(1) == b""
+    group.close(0)
+    assert "127.0.0.1 was refused: it is no node" in lines.getvalue()
+
+
+class FailingOnce(socket.socket):
+    """A listening socket whose first connection has been aborted."""
+
+    aborted = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.aborted:
+            return super().accept()
+        self.aborted = True
+        raise ConnectionAbortedError
 
 
 # Whole launchers

@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,16 @@ def test_error_for_a_port_in_use_names_the_process() -> None:
         with pytest.raises(UsageError, match=rf"port {port} is in use by process {os.getpid()} \(.+\): choose another with --port"):
             machine.check_port("0.0.0.0", port)
     machine.check_port("0.0.0.0", port)
+
+
+def test_error_for_a_port_in_use_shows_a_command_line_that_is_no_utf8() -> None:
+    script = "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); input()"
+    command = [sys.executable, "-c", script, b"\xff"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        with pytest.raises(UsageError, match=rf"in use by process {other.pid} \("):
+            machine.check_port("127.0.0.1", int(other.stdout.readline()))
+        other.communicate("\n")
 
 
 def test_address_of_another_machine_is_refused() -> None:

@@ -170,6 +170,7 @@ def test_listening_without_certificates_must_be_allowed_unless_on_loopback(setti
     assert error in str(caught.value)
     assert multi_node.checked(Options(master_addr="10.0.0.1", insecure_nodes=True), "10.0.0.1") is None
     assert multi_node.checked(Options(master_addr="::1"), "::1") is None
+    assert multi_node.checked(Options(shard_listen="[::1]:7000"), "[::1]") is None
     assert multi_node.checked(Options()) is None
 
 
@@ -224,6 +225,14 @@ def raise_unknown_host(*arguments: object, **named: object) -> None:
         (
             "--nnodes 2 --node-rank 0 --master-addr 192.0.2.1 --insecure-nodes",
             "--master-addr 192.0.2.1 is no address of this machine",
+        ),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --node-addr 192.0.2.1",
+            "--node-addr 192.0.2.1 is no address of this machine: name one at which the others reach it",
+        ),
+        (
+            "--nnodes 2 --node-rank 1 --master-addr 127.0.0.1 --node-addr nowhere.invalid --node-timeout 0.1",
+            "--node-addr nowhere.invalid has no address: is its name known here?",
         ),
         ("--nnodes 2 --node-rank 0 --master-addr 127.0.0.1 --num-shard 3", "--num-shard 3 counts the ranks of all nodes"),
     ],

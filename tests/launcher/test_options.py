@@ -128,6 +128,11 @@ def test_hostname_variable_is_used_only_if_it_is_an_ip_address() -> None:
     assert parse("", HOSTNAME="::1").hostname == "::1"
 
 
+def test_address_is_read_however_it_is_written() -> None:
+    """:: is listened on by IPv4 as well."""
+    assert parse("--hostname ::0").hostname == parse("--hostname 0:0:0:0:0:0:0:0").hostname == "::"
+
+
 @pytest.mark.parametrize(
     ("line", "environment", "error"),
     [
@@ -186,6 +191,8 @@ def test_hostname_variable_is_used_only_if_it_is_an_ip_address() -> None:
         ("--prefix-caching maybe", {}, "--prefix-caching=maybe: one of on, off is needed"),
         ("--sharded false --num-shard 2", {}, "contradict each other"),
         ("--sharded true --num-shard 1", {}, "contradict each other"),
+        ("--revision=", {}, "--revision is empty: give it a value, or leave it out"),
+        ("--lora-adapters=", {}, "--lora-adapters is empty"),
     ],
 )
 def test_invalid_options_are_refused_in_one_line(line: str, environment: dict[str, str], error: str) -> None:

@@ -31,6 +31,15 @@ def test_private_folder_has_mode_0700_and_is_removed(parent: Path) -> None:
     assert list(parent.iterdir()) == []
 
 
+def test_private_folder_is_locked_against_programs_that_remove_old_files(parent: Path) -> None:
+    """systemd-tmpfiles takes a shared lock of each folder before it looks into it."""
+    with rundir.private() as folder:
+        looking = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(looking, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.close(looking)
+
+
 def test_private_folder_may_have_been_removed_already(parent: Path) -> None:
     with rundir.private() as folder:
         shutil.rmtree(folder)
@@ -84,10 +93,12 @@ def test_two_servers_have_different_folders(parent: Path) -> None:
         assert first.exists()
 
 
-def test_too_long_temporary_folder_is_replaced_by_tmp(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long_folder = parent / ("x" * 100)
-    long_folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
+@pytest.mark.parametrize("name", ["x" * 100, "\udcff"], ids=["long", "no UTF-8"])
+def test_temporary_folder_that_no_socket_can_be_in_is_replaced_by_tmp(
+    name: str, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (parent / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(parent / name))
     with rundir.private() as folder:
         assert folder.parent == Path("/tmp")
 
@@ -116,12 +127,39 @@ def test_stale_socket_is_removed_and_a_live_one_refused(parent: Path, monkeypatc
         assert not Path("p-0").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (socket.SOCK_STREAM, "a live process listens on"),
+        (socket.SOCK_DGRAM, r"p-0 can't be tried \(Protocol wrong type for socket\)"),
+    ],
+)
+def test_socket_that_does_not_accept_or_is_of_another_kind_is_refused(kind: int, error: str, parent: Path) -> None:
+    path = parent / "p-0"
+    with socket.socket(socket.AF_UNIX, kind) as server, socket.socket(socket.AF_UNIX, kind) as client:
+        server.bind(str(path))
+        if kind == socket.SOCK_STREAM:
+            server.listen(0)
+        client.connect(str(path))  # nobody else finds room in the queue
+        with pytest.raises(UsageError, match=error), rundir.prefixed(f"{parent}/p", [path]):
+            pass
+
+
+def test_file_in_place_of_the_lock_is_neither_emptied_nor_removed(parent: Path) -> None:
+    (parent / "p-lock").write_text("precious")
+    with pytest.raises(UsageError, match="p-lock exists and is no lock"), rundir.prefixed(f"{parent}/p", [parent / "p-0"]):
+        pass
+    assert (parent / "p-lock").read_text() == "precious"
+
+
 def test_prefix_where_sockets_cannot_be_made_is_refused(parent: Path) -> None:
     (parent / "p-0").write_text("precious")
     with pytest.raises(UsageError, match="exists and is no socket"), rundir.prefixed(f"{parent}/p", [parent / "p-0"]):
         pass
     assert (parent / "p-0").read_text() == "precious"
     with pytest.raises(UsageError, match="there is no folder"), rundir.prefixed(f"{parent}/none/p", [parent / "none/p-0"]):
+        pass
+    with pytest.raises(UsageError, match="is no UTF-8"), rundir.prefixed(f"{parent}/\udcff", [parent / "\udcff-0"]):
         pass
     with (
         pytest.raises(UsageError, match="is longer than the 107 bytes"),

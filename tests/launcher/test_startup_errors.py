@@ -300,7 +300,7 @@ def test_soft_limit_of_open_files_is_raised_as_far_as_needed() -> None:
     assert answer.stdout == f"({machine.FILES}, {machine.FILES})\n"
 
 
-def test_shard_listen_address_that_cannot_be_used_is_refused(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shard_addresses_that_cannot_be_used_are_refused(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused at once, or shards would be restarted again and again. An unknown host name is accepted: it may resolve later."""
 
     def error_of(address: str, *more: str) -> str:
@@ -313,6 +313,8 @@ def test_shard_listen_address_that_cannot_be_used_is_refused(run_folder: Path, c
     with socket.create_server((address, 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} is in use by process {os.getpid()}" in error_of(f"{address}:{port - 1}", "--num-shard", "2")
+    assert cli.main(["serve", "--device", "cpu", "--no-router", "--shard-uds-path", f"{run_folder}/a b"]) == 2
+    assert "/a b has a space, comma or semicolon, with which --replica can't name it" in capsys.readouterr().err
     names = replicas.Place(0, True, [], "", "", ["nowhere.invalid:1", "[::1]:7001"], None)
     assert list(replicas.listening([names])) == [("::1", 7001)]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from penstock.launcher import machine
+from penstock.launcher import machine, processes
 from penstock.launcher.event_sources import ECHO
 from penstock.launcher.restarts import LONGEST_DELAY, WINDOW, Restarts
 from penstock.tests.launcher.monitored_process import MonitoredProcess
@@ -328,6 +328,14 @@ def test_sigkill_of_the_launcher_leaves_no_orphans(launch: Callable[..., Launche
     launcher.wait_for_exit()
     assert len(launcher.pids()) == 3
     assert all_ended(launcher.pids(), 5)
+
+
+def test_child_runs_in_the_root_if_the_working_directory_has_been_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    child = processes.start("child", [sys.executable, "-S", "-c", "import os; print(os.getcwd())"], os.environ)
+    assert child.process.communicate(timeout=30) == ("/\n", "")
 
 
 def test_failed_start_of_a_shard_ends_the_router_already_started(launch: Callable[..., Launcher], tmp_path: Path) -> None:

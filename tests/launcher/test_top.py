@@ -55,6 +55,12 @@ def test_parse_reads_only_the_metrics_that_are_shown() -> None:
         top.parse("penstock_running three\n")
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf"])
+def test_metric_that_is_no_finite_number_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="penstock_running is"):
+        top.parse(f"penstock_running {value}\n")
+
+
 def test_gauges_of_replicas_are_added_up_for_the_server() -> None:
     lines = [f'penstock_replica_running{{replica="{name}"}} {count}' for name, count in (("0", 2), ("1", 5), ("10", 1))]
     parts = top.parse("\n".join([*lines, "penstock_generated_tokens_total 7", ""]))
@@ -235,7 +241,8 @@ def test_command_prints_once_if_stdout_is_no_terminal(fake_server: str) -> None:
     assert json.loads(line)["all"]["running"] == 1
 
 
-def test_command_runs_in_a_terminal_until_ctrl_c(fake_server: str) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_command_runs_in_a_terminal_until_a_signal_and_restores_the_screen(fake_server: str, number: int, code: int) -> None:
     own_end, process_end = pty.openpty()
     command = [sys.executable, "-m", "penstock.launcher", "top", fake_server, "--interval", "0.1"]
     environment = {"PATH": "/usr/bin", "TERM": "xterm", "COLUMNS": "200", "API_KEY": "secret"}
@@ -245,8 +252,10 @@ def test_command_runs_in_a_terminal_until_ctrl_c(fake_server: str) -> None:
         output = b""
         while output.count(b"played") < 3:
             output += os.read(own_end, 65536)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        process.send_signal(number)
+        assert process.wait(20) == code
+        while b"\x1b[?1049l" not in output:  # back from the alternate screen; an error when there is no more output
+            output += os.read(own_end, 65536)
         assert b"Traceback" not in output
     finally:
         process.kill()
@@ -261,8 +270,8 @@ def test_invalid_url_is_refused(url: str) -> None:
 
 
 def test_invalid_interval_ends_with_one_line_and_exit_code_2() -> None:
-    for interval in ("0", "1e12"):
+    for interval, error in (("0", "a number above 0 is needed"), ("1e12", "1,000,000,000 is the most there can be")):
         answer = run("--interval", interval)
         assert answer.returncode == 2
         assert answer.stderr.count("\n") == 1
-        assert f"{interval}: a number of seconds above 0, and up to 1,000,000,000, is needed" in answer.stderr
+        assert f"{interval}: {error}" in answer.stderr

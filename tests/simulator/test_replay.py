@@ -295,6 +295,7 @@ def test_machine_holds_the_same_number_of_tokens_with_any_page_size() -> None:
         (["--cost", "inf,1,1,1,1"], "argument --cost: inf,1,1,1,1: no number may be negative or without end"),
         (["--bursts", "1e-200"], "error: --poisson, --bursts or --waves is too near to 0 to reckon with"),
         (["--waves", "1e-320"], "error: --poisson, --bursts or --waves is too near to 0 to reckon with"),
+        (["--prompt", "9" * 400], "to reckon with, or a length too large"),
         (["--hurry", "1e-320"], "error: --poisson, --bursts or --hurry is so near to 0 that requests never come"),
         (["--write", "/dev/full"], "error: /dev/full: No space left on device"),
         (["--policy", "none"], "argument --policy/--prefill-policy: invalid choice: 'none'"),
@@ -319,6 +320,25 @@ def test_plot_without_matplotlib_is_refused_with_the_remedy(
     with pytest.raises(SystemExit):
         command.main(["--requests", "5", "--plot", "out.svg"])
     assert "pip install -e '.[bench]' in the checkout" in capsys.readouterr().err
+
+
+def test_plot_that_cannot_be_drawn_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def plot(*_: object) -> None:
+        raise ValueError("Format 'xyz' is not supported")
+
+    monkeypatch.setattr(report, "plot", plot)
+    monkeypatch.setattr(report, "plotter", lambda: None)
+    with pytest.raises(SystemExit):
+        command.main(["--requests", "5", "--plot", "out.xyz"])
+    assert capsys.readouterr().err == "penstock simulate: error: --plot out.xyz: Format 'xyz' is not supported\n"
+
+
+def test_file_name_that_stdout_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "penstock.simulator", "--requests", "5", "--write", str(tmp_path / "ü")]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    answer = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=environment)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "\\xfc" in answer.stdout
 
 
 def test_closed_stdout_pipe_is_not_an_error() -> None:
