@@ -139,7 +139,8 @@ def _indexing(latent: Latent | None) -> Latent | None:
 
 def _next(config: Config, target: Shape) -> Shape:
     """The MTP layer of DeepSeek V3's form, or Qwen's. There may be several such layers; the first drafts all tokens."""
-    fields = config.get("text_config") or config
+    text = config.get("text_config")
+    fields = text if isinstance(text, dict) and text else config
     counted, usual, features = OWN_LAYERS.get(target.architecture, DEEPSEEK)
     count = fields.get(counted, usual)
     if type(count) is not int or count < 1 or target.architecture not in OWN_LAYERS:

@@ -4,6 +4,7 @@ references that recompute every draft from the beginning, for MTP with transform
 import dataclasses
 import functools
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -672,6 +673,12 @@ def test_mtp_layer_of_a_model_with_images_is_found() -> None:
     text["mtp_num_hidden_layers"] = 0
     with pytest.raises(Unsupported, match="mtp_num_hidden_layers 0: the model has no layer"):
         draft_shape(config, shape(config), own=True)
+
+
+@pytest.mark.parametrize("text", [math.nan, {}, [1], "text"])
+def test_text_config_that_is_no_object_is_left_out(text: Any) -> None:
+    config = json.loads((tiny.folder("glm4-moe") / "config.json").read_text()) | {"text_config": text}
+    assert features(draft_shape(config, shape(config), own=True)).behind
 
 
 @pytest.mark.parametrize("name", ["ernie-moe", "exaone-moe", "llama", "granite-4-h"])
