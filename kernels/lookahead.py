@@ -47,10 +47,10 @@ def unknown(device: torch.device, entries: Sequence[Sequence[int]], tables: Sequ
     return Unknown(given[:size].view(-1, FIELDS), given[size:], any(entry[5] >= 0 for entry in entries))
 
 
-def unknown_tokens(device: torch.device, found: Sequence[tuple[int, int]]) -> Unknown:
+def unknown_tokens(device: torch.device, sources: Sequence[int], tokens: Sequence[int]) -> Unknown:
     """The same where no beams are continued, of each entry's `source` and `token`."""
-    entries = numpy.zeros((len(found), FIELDS), numpy.int32)
-    entries[:, :2], entries[:, 5] = found, -1
+    entries = numpy.zeros((len(tokens), FIELDS), numpy.int32)
+    entries[:, 0], entries[:, 1], entries[:, 5] = sources, tokens, -1
     given = to_device(torch.from_numpy(entries), device)
     return Unknown(given, given[:0].view(-1), False)
 

@@ -13,6 +13,7 @@ sampled.
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from .forks import heirs
 from .logits import StepPicks
@@ -49,10 +50,10 @@ class StepInFlight:
         """Spans that follow its tokens, of sequences that will not have reached their maximum length; None: nothing of the group is
         sampled."""
         if not self._first:
-            row, sampled = 0, [run.group for run in self.runs if run.sampled]
-            for one in sorted(sampled, key=lambda one: one.search is None):  # in the order of sampling
-                self._first[id(one)] = row
-                row += one.search.width if one.search else len(one.waiting) or len(one.sequences)
+            sampled = [run.group for run in self.runs if run.sampled]
+            ordered = [one for one in sampled if one.search] + [one for one in sampled if not one.search]  # as they are sampled
+            sizes = [one.search.width if one.search else len(one.waiting) or len(one.sequences) for one in ordered]
+            self._first = dict(zip(map(id, ordered), accumulate(sizes, initial=0), strict=False))
         first = self._first.get(id(group))
         if first is None:
             return None

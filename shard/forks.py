@@ -112,6 +112,7 @@ class BeamForks:
     def _disown(self, heirs: Listing[Sequence], full: int) -> None:
         for heir in heirs:
             self._pool.release(heir.pages[full:])
+            heir.clear()
 
     def copy(self) -> None:
         """Makes the collected copies, once all groups of a step have forked."""

@@ -272,7 +272,7 @@ def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool)
     ordered = [spans[i] for i in order]
     numbers = [span.sequence.adapter for span in ordered for _ in span.tokens] if adapted else []
     if max(map(len, [span.tokens for span in ordered]), default=1) == 1 and not any(span.sequence.pictures for span in ordered):
-        return _listed_single(spans, order, size, numbers)
+        return _listed_single(ordered, order, size, numbers)
     tokens, positions, slots = list[int](), list[int](), list[int]()
     starts = [0] * len(spans)
     for i, span in zip(order, ordered, strict=True):
@@ -285,19 +285,20 @@ def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool)
     return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
 
 
-def _listed_single(spans: Listing[Span], order: Listing[int], size: int, numbers: list[int]) -> tuple[_Lists, list[int]]:
-    """The same for spans of one token each, without images."""
-    ordered, starts = [spans[i] for i in order], [0] * len(spans)
-    places = [span.start for span in ordered]
+def _listed_single(ordered: Listing[Span], order: Listing[int], size: int, numbers: list[int]) -> tuple[_Lists, list[int]]:
+    """The same for spans of one token each, without images. ordered: the spans, in that order."""
+    places, starts = [span.start for span in ordered], [0] * len(ordered)
     slots = [span.sequence.pages[place // size] * size + place % size for span, place in zip(ordered, places, strict=True)]
     for k, i in enumerate(order):
         starts[i] = k
-    wanted = [*starts] if {span.wanted for span in spans} == {1} else _wanted(spans, starts)
+    wanted = [start for start in starts if ordered[start].wanted]
     return _Lists([span.tokens[0] for span in ordered], places, slots, numbers, wanted), starts
 
 
 def parted(spans: Listing[Span]) -> list[Span]:
     """The spans, cut so that images are spans of their own, where some layers attend bidirectionally within an image."""
+    if not any(span.sequence.pictures for span in spans):
+        return [*spans]
     return [part for span in spans for part in (_parts(span) if span.sequence.shows(span.start) else (span,))]
 
 
@@ -395,7 +396,7 @@ def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> "list[array[i
 def _lacked(spans: Listing[Span], starts: Listing[int], layout: AttentionLayout) -> lookahead.Unknown | None:
     """The tokens that only the device knows. starts: index of each span's first token. None: it knows all."""
     found = [(span.source, token) for span, token in zip(spans, starts, strict=True) if span.source >= 0]
-    return lookahead.unknown_tokens(layout.device, found) if found else None
+    return lookahead.unknown_tokens(layout.device, *zip(*found, strict=True)) if found else None
 
 
 def _lacked_by_heirs(
