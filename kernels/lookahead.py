@@ -6,6 +6,7 @@ One Triton launch each where `dispatch.triton_for` says so; the torch branch is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy
 import torch
@@ -41,7 +42,7 @@ class Unknown:
 
 def unknown(device: torch.device, entries: Sequence[Sequence[int]], tables: Sequence[int]) -> Unknown:
     """Of lists, by one copy to the device."""
-    ints = numpy.array([number for entry in entries for number in entry] + [*tables], numpy.int32)
+    ints = numpy.fromiter(chain(*entries, tables), numpy.int32)
     given = to_device(torch.from_numpy(ints), device)
     size = len(entries) * FIELDS
     return Unknown(given[:size].view(-1, FIELDS), given[size:], any(entry[5] >= 0 for entry in entries))

@@ -219,12 +219,13 @@ def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]
         for together in same.values():
             if len(together) < 2:
                 continue
-            least_full = min(full[i] for i in together)
+            own = [full[i] for i in together]
+            least_full = min(own)
             end = alike + common_pages([rows[i].pages[alike:least_full] for i in together])
             long = end - begin >= least
             if long:
                 yield Run(together, begin, end)
-            if end < max([full[i] for i in together]):
+            if end < max(own):
                 waiting.append((together, end if long else begin, end))
 
 
@@ -356,21 +357,20 @@ def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: b
     if not fixed and not parts[:, SHARED].any() and (parts[:, END] - parts[:, BEGIN]).max(initial=0) <= limit:
         return _uncut(parts, len(tiles))
     which, begins, ends = _cuts(parts, _ints([tile.keys for tile in tiles]), limit, fixed)
-    pieces = numpy.bincount(which, minlength=len(parts))  # number of items of each segment
-    merged = ((parts[:, SHARED] > 0) | (pieces > 1))[which]
-    queries = parts[which, QUERIES] * merged
-    items = parts[which, :8]
-    taken = items[:, TILE].copy()
+    pieces = numpy.bincount(which)  # number of items of each segment
+    parts = parts[which]
+    merged = (parts[:, SHARED] > 0) | (pieces[which] > 1)
+    queries = parts[:, QUERIES] * merged
+    tokens = table.tokens[_ranges(parts[:, FIRST], queries)]  # token of each partial
+    items, taken = parts[:, :8], parts[:, TILE].copy()
     items[:, BEGIN], items[:, END], items[:, PARTIAL] = begins, ends, numpy.where(merged, _before(queries), -1)
     longest_first = (begins - ends).argsort(kind="stable")
-    items, taken = items[longest_first], taken[longest_first]
-    tokens = table.tokens[_ranges(parts[which, FIRST], queries)]  # token of each partial
     counts = numpy.bincount(tokens)  # partials of each token
     own = counts.nonzero()[0]
     entries = numpy.empty((len(own), 3), numpy.int64)
     entries[:, 0], entries[:, 1], entries[:, 2] = own, _before(counts)[own], counts[own]
     return Work(
-        items=_of_tiles(items, taken, len(tiles)),
+        items=_of_tiles(items[longest_first], taken[longest_first], len(tiles)),
         entries=entries,
         pieces=tokens.argsort(kind="stable"),
     )

@@ -42,9 +42,15 @@ class StepInFlight:
         self.done = time.perf_counter()
 
     def simple(self, alone: bool) -> bool:
-        """Whether its effect is known except for the tokens it samples: then `follow` can plan the next step. alone: on a single
-        rank, since only rank 0 knows grammars."""
-        return self.pending.picked is not None and all(_simple(run) and (alone or not run.group.grammar) for run in self.runs)
+        """Whether its effect is known except for the tokens it samples: each sequence gets one, and none fork but the beams that
+        exist already. Then `follow` can plan the next step. alone: on a single rank, since only rank 0 knows grammars."""
+        for run in self.runs:
+            group = run.group
+            drafts = group.drafts > 0 and any(span.drafts for span in run.spans)
+            parts = not group.decodes if group.search else len(group.waiting) > 1
+            if run.problem or drafts or parts or (group.grammar and not alone):
+                return False
+        return self.pending.picked is not None
 
     def follow(self, group: Group, page_size: int) -> list[Span] | None:
         """Spans that follow its tokens, of sequences that will not have reached their maximum length; None: nothing of the group is
@@ -66,11 +72,3 @@ class StepInFlight:
             for row, sequence in enumerate(group.sequences, first)
             if len(sequence.tokens) - sequence.prompt_length + 1 < most
         ]
-
-
-def _simple(run: Run) -> bool:
-    """Whether each sequence gets one token, and none fork but the beams that exist already."""
-    group = run.group
-    drafts = group.drafts > 0 and any(span.drafts for span in run.spans)
-    parts = not group.decodes if group.search else len(group.waiting) > 1
-    return not (run.problem or drafts or parts)

@@ -100,8 +100,7 @@ class BeamForks:
         for sequence in group.sequences:
             sequence.clear()
         group.heirs = []
-        if settled == full:  # all that they don't share is the last page of each
-            group.counted = full + len(living)
+        group.counted = group.settled + len(set[int]().union(*[heir.pages[group.settled :] for heir in living]))
         return living
 
     def disown(self, group: Group) -> None:

@@ -189,7 +189,7 @@ class _Lists:
 
     def buffer(self) -> Tensor:
         """The contents of the step's buffer, on the host."""
-        return torch.from_numpy(numpy.array([*chain(*self.parts)], numpy.int64))
+        return torch.from_numpy(numpy.fromiter(chain(*self.parts), numpy.int64))
 
     def pad(self, room: Room, adapted: bool) -> None:
         """Pads to the room. Raises ragged.CapacityExceeded if it is too small. adapted: see `plan`."""
