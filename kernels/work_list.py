@@ -127,13 +127,13 @@ class Table:
 def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     """The table of a step. most: query tokens of a row up to which it may share keys with others (a row of more fills a tile of its
     own anyway); 0: nothing is shared."""
-    queries, contexts = _ints([row.queries for row in rows]), _ints([row.context for row in rows])
+    counts = [row.queries for row in rows]
+    queries, contexts, total = _ints(counts), _ints([row.context for row in rows]), sum(counts)
     trees = [i for i, row in enumerate(rows) if row.parents is not None]
-    total = int(queries.sum())
     single = total == len(rows) and not trees
     starts, widths = numpy.arange(total) if single else _before(queries), -(-(contexts + queries) // page_size)
     positions = contexts if single else _positions(rows, starts, contexts, queries, trees)
-    own, again, ends = numpy.zeros_like(queries), list[int](), list[int]()
+    own, again, ends = numpy.zeros(len(rows), numpy.int64), list[int](), list[int]()
     runs, count = list[tuple[Run, int]](), total
     for run in shared_runs(rows, page_size, most):
         runs.append((run, count))
@@ -178,10 +178,10 @@ def _before(counts: Array) -> Array:
     return sums - counts
 
 
-def _ranges(starts: Array, counts: Array) -> Array:
+def _ranges(starts: "Array | int", counts: Array) -> Array:
     """`counts[i]` consecutive ints from `starts[i]`, concatenated for all i."""
-    found: Array = numpy.arange(counts.sum()) + (starts - _before(counts)).repeat(counts)
-    return found
+    shifts: Array = (starts - _before(counts)).repeat(counts)
+    return numpy.arange(len(shifts)) + shifts
 
 
 def width(row: Row, page_size: int) -> int:
@@ -290,7 +290,7 @@ def _own_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array
         whole = numpy.array([one.whole for one in table.rows])[row]
         result[whole, TREE], result[whole, END] = WHOLE, (table.contexts + table.queries)[row][whole]
     if table.runs:
-        together = numpy.zeros_like(table.queries)
+        together = numpy.zeros(len(table.rows), numpy.int64)
         seen = [part for run, _ in table.runs for part in _seen(table, run, kind)]
         together[[i for members, first_key, last_key in seen if first_key < last_key for i in members]] = 1
         result[:, SHARED] = together[row]
@@ -306,7 +306,7 @@ def _parts(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> "tuple[Array
     most = sizes[taken] // kind.ratio
     parts = -(-table.queries // most)  # segments of each row
     row = numpy.arange(len(parts)).repeat(parts)
-    at = _ranges(numpy.zeros_like(parts), parts) * most[row]
+    at = _ranges(0, parts) * most[row]
     return row, taken[row], table.starts[row] + at, numpy.minimum(most[row], table.queries[row] - at)
 
 
@@ -404,5 +404,5 @@ def _cuts(parts: Array, keys: Array, limit: int, fixed: bool) -> tuple[Array, Ar
         start = begin
     cuts = -(-(end - start) // length)
     which = numpy.repeat(numpy.arange(len(parts)), cuts)
-    at = start[which] + _ranges(numpy.zeros_like(cuts), cuts) * length[which]
+    at = start[which] + _ranges(0, cuts) * length[which]
     return which, numpy.maximum(at, begin[which]), numpy.minimum(at + length[which], end[which])

@@ -387,14 +387,14 @@ class Engine:
 
     def _remaining(self, runs: list[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
         """The runs, and rows, without what has ended since the forward was begun."""
-        remaining = self.books.living(runs)
-        if len(remaining) == len(runs) and all(span.sequence.pages for run in runs for span in run.spans):
+        remaining, ended = self.books.living(runs), [span for run in runs for span in run.spans if not span.sequence.pages]
+        if len(remaining) == len(runs) and not ended:
             return runs, hidden
         rows: list[int] = []
         for run in remaining:
             row, spans, run.spans, run.first = run.first, run.spans, [], len(rows)
             for span in spans:
-                if span.sequence.pages:  # else it has ended
+                if span.sequence.pages:
                     run.spans.append(span)
                     rows += range(row, row + span.wanted)
                 row += span.wanted

@@ -68,7 +68,7 @@ class StepInFlight:
             more = group.sequences[0].generated + 1 < most
             return heirs(group, group.search.width, page_size, first) if more else []
         return [
-            Span(sequence, sequence.computed, (0,), source=row)
+            Span(sequence, sequence.computed, (0,), row)
             for row, sequence in enumerate(group.sequences, first)
             if len(sequence.tokens) - sequence.prompt_length + 1 < most
         ]

@@ -30,7 +30,7 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
         Sequence(array("I"), first.prompt_length, rank, first.cache_key, first.adapter, first.pictures, first.computed, pages[:])
         for rank in range(width)
     ]
-    return [Span(heir, first.computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
+    return [Span(heir, first.computed, (0,), source + rank, front) for rank, heir in enumerate(group.heirs)]
 
 
 class BeamForks:
@@ -97,8 +97,6 @@ class BeamForks:
                 self._pool.share(heir.pages[settled:full])
                 heir.tokens, heir.path = parent.tokens[:], parent.path.copy()
         self._disown(group.heirs[len(children) :], full)
-        for sequence in group.sequences:
-            sequence.clear()
         group.heirs = []
         group.counted = group.settled + len(set[int]().union(*[heir.pages[group.settled :] for heir in living]))
         return living

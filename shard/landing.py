@@ -20,8 +20,8 @@ from .step import Run
 def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
     """Concludes a step that has computed `runs`. picks: sampled tokens of the groups, by uid."""
     runs = books.living(runs)
-    sound = [run for run in runs if not run.problem]
-    books.publish((run.group, span.sequence) for run in sound for span in run.spans if not span.drafts)  # drafts may be rejected
+    # Drafts may be rejected.
+    books.publish([(run.group, span.sequence) for run in runs if not run.problem for span in run.spans if not span.drafts])
     books.touch(runs)
     for run in runs:
         _judge(run, picks, books, cache, outcome)
@@ -47,7 +47,7 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
             outcome.count_drafts(group, verdict)
             if verdict.moves:
                 _move(verdict.moves, cache)
-            books.publish((group, sequence) for sequence in group.sequences)
+            books.publish([(group, sequence) for sequence in group.sequences])
         outcome.add(group, verdict)
         if verdict.ended:
             books.end(group, verdict.ended)

@@ -65,7 +65,7 @@ class Outcome:
         others for sequences."""
         spans = [span for run in runs for span in run.spans]
         self.decode_tokens += sum([span.wanted for span in spans])
-        self.decode_keys += sum([span.wanted_keys for span in spans])
+        self.decode_keys += sum([span.wanted * (2 * (span.start + len(span.tokens)) - span.wanted + 1) // 2 for span in spans])
 
     def add(self, group: Group, verdict: Verdict) -> None:
         """Collects what goes to a group's clients."""

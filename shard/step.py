@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..kernels import paged_attention  # which imports Triton
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity
+@dataclass(slots=True, eq=False)  # compared by identity
 class BeamFront:
     """A group's beams, while only the device knows which of them the next ones continue."""
 
@@ -52,18 +52,13 @@ class Span:
     sequence: Sequence
     start: int  # tokens before them
     tokens: Listing[int]
+    source: int = -1  # if its one token isn't known to the host: its row among what the step before has sampled
+    front: BeamFront | None = None  # it continues one of these beams: that one's full pages take the place of its sequence's
     # of a draft tree, per token: index of its parent in `tokens`, -1: the token before; None: a chain
     parents: Listing[int] | None = None
     wanted: int = 1  # for how many of the last tokens logits are wanted
     drafts: int = 0  # how many of the last tokens are drafts
-    source: int = -1  # if its one token isn't known to the host: its row among what the step before has sampled
-    front: BeamFront | None = None  # it continues one of these beams: that one's full pages take the place of its sequence's
     whole: bool = False  # it is an image, or the rest of one, with bidirectional attention in some layers: see `parted`
-
-    @property
-    def wanted_keys(self) -> int:
-        """Keys that the wanted tokens attend to, each itself and all before it, without sliding windows."""
-        return self.wanted * (2 * (self.start + len(self.tokens)) - self.wanted + 1) // 2
 
 
 @dataclass(slots=True)
