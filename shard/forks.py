@@ -98,7 +98,7 @@ class BeamForks:
                 heir.tokens, heir.path = parent.tokens[:], parent.path.copy()
         self._disown(group.heirs[len(children) :], full)
         group.heirs = []
-        group.counted = group.settled + len(set[int]().union(*[heir.pages[group.settled :] for heir in living]))
+        group.counted = group.settled + len({page for heir in living for page in heir.pages[group.settled :]})
         return living
 
     def disown(self, group: Group) -> None:

@@ -134,7 +134,7 @@ class Step:
     firsts: Tensor | None = None
     shown: Listing[ImageTokens] = ()
     last: LastTokens | None = None  # None: all are wanted, or too many, or no layer uses it
-    lacked: lookahead.Unknown | None = None  # what only the device knew of it; pages of heirs are still to be inherited
+    heirs: lookahead.Unknown | None = None  # beams whose parents only the device knows: their pages are still to be inherited
 
     def narrowed(self) -> "Step":
         """The step of its last tokens alone."""
@@ -258,7 +258,7 @@ def plan(
     if picked is not None and lacked is not None:
         pages = _paged(step.attention).pages if later else None
         lookahead.fill(step.tokens, pages, lacked, picked.tokens, picked.parents)
-        step = replace(step, lacked=lacked)
+        step = replace(step, heirs=lacked) if fronts else step
     return step
 
 
