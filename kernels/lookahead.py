@@ -10,6 +10,7 @@ from itertools import chain
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .dispatch import triton_for
@@ -48,7 +49,7 @@ def unknown(device: torch.device, entries: Sequence[Sequence[int]], tables: Sequ
     return Unknown(given[:size].view(-1, FIELDS), given[size:], any(entry[5] >= 0 for entry in entries))
 
 
-def unknown_tokens(device: torch.device, sources: Sequence[int], tokens: Sequence[int]) -> Unknown:
+def unknown_tokens(device: torch.device, sources: NDArray[numpy.int64], tokens: NDArray[numpy.int64]) -> Unknown:
     """The same where no beams are continued, of each entry's `source` and `token`."""
     entries = numpy.zeros((len(tokens), FIELDS), numpy.int32)
     entries[:, 0], entries[:, 1], entries[:, 5] = sources, tokens, -1

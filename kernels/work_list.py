@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
@@ -42,6 +43,7 @@ STRETCH, STEP = 1.5, 64
 SOONER = 1.1  # factor by which shorter items would have to finish sooner to be worth their merging
 # Shortest common prefix of rows, in keys, that is read once for all: the merge that follows costs about as much as reading these.
 SHORTEST_RUN = 128
+ROWS = attrgetter("rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +248,7 @@ def common_pages(tables: Sequence[Any]) -> int:
 
 def tile_of(tiles: Sequence[Tile], rows: int) -> int:
     """Index of the smallest tile with at least so many rows, else of the last."""
-    return next((place for place, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
+    return min(bisect_left(tiles, rows, key=ROWS), len(tiles) - 1)
 
 
 def segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array:
@@ -310,7 +312,7 @@ def _parts(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> "tuple[Array
     return row, taken[row], table.starts[row] + at, numpy.minimum(most[row], table.queries[row] - at)
 
 
-def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], int, int]]:
+def _seen(table: Table, run: Run, kind: LayerKind) -> list[tuple[list[int], int, int]]:
     """Groups of a run's members with the keys of the run that the group reads: members, first key, key after the last. One group
     with sliding windows; where windows are fixed chunks, one for each chunk, whose members all see the same keys."""
     begin, end = run.begin * table.page_size, run.end * table.page_size
@@ -318,10 +320,9 @@ def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], 
         if kind.window:
             nearest = min(table.rows[i].context for i in run.members) - kind.window + 1
             begin = max(begin, nearest // ALIGNMENT * ALIGNMENT)
-        yield run.members, begin, end
-        return
-    for first, members in groupby(run.members, key=lambda i: table.rows[i].context // kind.window * kind.window):
-        yield [*members], max(begin, first), end
+        return [(run.members, begin, end)]
+    chunks = groupby(run.members, key=lambda i: table.rows[i].context // kind.window * kind.window)
+    return [([*members], max(begin, first), end) for first, members in chunks]
 
 
 def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile]) -> int:

@@ -390,8 +390,9 @@ def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> "list[array[i
 
 def _lacked(spans: Listing[Span], starts: Listing[int], layout: AttentionLayout) -> lookahead.Unknown | None:
     """The tokens that only the device knows. starts: index of each span's first token. None: it knows all."""
-    found = [(span.source, token) for span, token in zip(spans, starts, strict=True) if span.source >= 0]
-    return lookahead.unknown_tokens(layout.device, *zip(*found, strict=True)) if found else None
+    sources = numpy.array([span.source for span in spans])
+    [own] = (sources >= 0).nonzero()
+    return lookahead.unknown_tokens(layout.device, sources[own], numpy.array(starts)[own]) if len(own) else None
 
 
 def _lacked_by_heirs(
