@@ -20,7 +20,7 @@ from .step import Run
 def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
     """Concludes a step that has computed `runs`. picks: sampled tokens of the groups, by uid."""
     runs = books.living(runs)
-    # Drafts may be rejected.
+    # A step with drafts waits for the verdict: they may be rejected.
     books.publish([(run.group, span.sequence) for run in runs if not run.problem for span in run.spans if not span.drafts])
     books.touch(runs)
     for run in runs:
