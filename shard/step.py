@@ -228,14 +228,14 @@ def plan(
     ]
     held = _paged(into.attention) if into is not None else None
     order, attended = ragged.plan(rows, layout, room.attention if room else None, held, after)
-    lists, starts = _listed(spans, order, layout.page_size, adapted)
+    pictured = [i for i in order if spans[i].sequence.pictures is not None]
+    lists, starts = _listed(spans, order, layout.page_size, adapted, plain=not pictured)
     if room is not None:
         lists.pad(room, adapted)
     elif not any(number >= 0 for number in lists.numbers):
         lists.numbers = []
     lengths, lists.states = _states(spans, order, room) if remembers else ((), [])
-    pictured = [(starts[i], spans[i]) for i in order if spans[i].sequence.pictures is not None]
-    showing = [(first, span) for first, span in pictured if span.sequence.shows(span.start)]
+    showing = [(starts[i], spans[i]) for i in pictured if spans[i].sequence.shows(spans[i].start)]
     marks = [mark for first, span in showing for mark in _marks(first, span)]
     for token in chain.from_iterable(tokens for _, tokens, _ in marks):
         lists.tokens[token] = before.image if before else 0  # an id in every vocabulary: image features replace its embedding
@@ -247,7 +247,7 @@ def plan(
         shown = [ImageTokens(picture, *lists_to_device(layout.device, *both)) for picture, *both in marks]
         step = replace(step, turned=_axes(range(1, AXES), lists.positions, showing, 0, layout), shown=shown)
     back = layout.members - 1
-    early = [(first, span) for first, span in pictured if back > 0 and span.sequence.shows(span.start - back)]
+    early = [(starts[i], spans[i]) for i in pictured if back > 0 and spans[i].sequence.shows(spans[i].start - back)]
     if early:
         step = replace(step, firsts=_axes(range(AXES), lists.positions, early, back, layout))
     if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
@@ -262,11 +262,11 @@ def plan(
     return step
 
 
-def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool) -> tuple[_Lists, list[int]]:
-    """The lists of a step, and the index of each span's first token. size: of a page."""
+def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool, plain: bool) -> tuple[_Lists, list[int]]:
+    """The lists of a step, and the index of each span's first token. size: of a page; plain: there are no images."""
     ordered = [spans[i] for i in order]
     numbers = [span.sequence.adapter for span in ordered for _ in span.tokens] if adapted else []
-    if max(map(len, [span.tokens for span in ordered]), default=1) == 1 and not any(span.sequence.pictures for span in ordered):
+    if plain and max(map(len, [span.tokens for span in ordered]), default=1) == 1:
         return _listed_single(ordered, order, size, numbers)
     tokens, positions, slots = list[int](), list[int](), list[int]()
     starts = [0] * len(spans)
@@ -292,8 +292,6 @@ def _listed_single(ordered: Listing[Span], order: Listing[int], size: int, numbe
 
 def parted(spans: Listing[Span]) -> list[Span]:
     """The spans, cut so that images are spans of their own, where some layers attend bidirectionally within an image."""
-    if not any(span.sequence.pictures for span in spans):
-        return [*spans]
     return [part for span in spans for part in (_parts(span) if span.sequence.shows(span.start) else (span,))]
 
 
