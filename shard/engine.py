@@ -370,7 +370,7 @@ class Engine:
     def _forward(self, runs: Listing[Run], spans: Listing[step.Span]) -> Tensor | None:
         """Hidden states of the rows whose logits are wanted, run by run."""
         self.books.renew({span.sequence.pages[-1] for span in spans if span.front})
-        spans = step.parted(spans) if self.decoder.vision is not None else spans
+        spans = step.parted(spans)
         compute: Callable[[Listing[step.Span]], Tensor] = self.forward
         if self._flight is not None:
             assert self._flight.pending.picked is not None, "it could not be left under way"

@@ -290,8 +290,10 @@ def _listed_single(ordered: Listing[Span], order: Listing[int], size: int, numbe
     return _Lists([span.tokens[0] for span in ordered], places, slots, numbers, wanted), starts
 
 
-def parted(spans: Listing[Span]) -> list[Span]:
+def parted(spans: Listing[Span]) -> Listing[Span]:
     """The spans, cut so that images are spans of their own, where some layers attend bidirectionally within an image."""
+    if not any(span.sequence.pictures for span in spans):  # quicker than to ask each of them what follows
+        return spans
     return [part for span in spans for part in (_parts(span) if span.sequence.shows(span.start) else (span,))]
 
 
