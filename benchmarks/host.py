@@ -59,11 +59,13 @@ def begin(found: Tensor, rows: Sequence[Row], mask: Tensor | None = None) -> Pen
 
 def expand(found: Tensor, sets: Sequence[Beams], mask: Tensor | None = None) -> Expansion:
     """Stub of beam expansion: continuations of random parents."""
-    first, best = 0, []
+    first, best, alive = 0, [], []
     for beams in sets:
         rows = range(first, first := first + len(beams.rows))
         best.append([(-0.1 * rank, CHANCE.choice(rows), CHANCE.randrange(VOCABULARY), -1.0) for rank in range(beams.count)])
-    return Expansion(sets, Continuations(torch.tensor(best, dtype=torch.float64).permute(2, 0, 1)))
+        alive += [(token, row - rows.start) for _, row, token, _ in best[-1][: beams.width]]  # none ends
+    tokens, parents = torch.tensor(alive).unbind(1)
+    return Expansion(sets, Continuations(torch.tensor(best, dtype=torch.float64).permute(2, 0, 1), (tokens, parents)))
 
 
 def engine_of(rows: int, context: int, steps: int, folder: Path) -> Engine:

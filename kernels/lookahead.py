@@ -6,9 +6,11 @@ One Triton launch each where `dispatch.triton_for` says so; the torch branch is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .dispatch import triton_for
@@ -41,16 +43,16 @@ class Unknown:
 
 def unknown(device: torch.device, entries: Sequence[Sequence[int]], tables: Sequence[int]) -> Unknown:
     """Of lists, by one copy to the device."""
-    ints = numpy.array([number for entry in entries for number in entry] + [*tables], numpy.int32)
+    ints = numpy.fromiter(chain(*entries, tables), numpy.int32)
     given = to_device(torch.from_numpy(ints), device)
     size = len(entries) * FIELDS
     return Unknown(given[:size].view(-1, FIELDS), given[size:], any(entry[5] >= 0 for entry in entries))
 
 
-def unknown_tokens(device: torch.device, found: Sequence[tuple[int, int]]) -> Unknown:
+def unknown_tokens(device: torch.device, sources: NDArray[numpy.int64], tokens: NDArray[numpy.int64]) -> Unknown:
     """The same where no beams are continued, of each entry's `source` and `token`."""
-    entries = numpy.zeros((len(found), FIELDS), numpy.int32)
-    entries[:, :2], entries[:, 5] = found, -1
+    entries = numpy.zeros((len(tokens), FIELDS), numpy.int32)
+    entries[:, 0], entries[:, 1], entries[:, 5] = sources, tokens, -1
     given = to_device(torch.from_numpy(entries), device)
     return Unknown(given, given[:0].view(-1), False)
 

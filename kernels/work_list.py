@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
@@ -42,6 +43,7 @@ STRETCH, STEP = 1.5, 64
 SOONER = 1.1  # factor by which shorter items would have to finish sooner to be worth their merging
 # Shortest common prefix of rows, in keys, that is read once for all: the merge that follows costs about as much as reading these.
 SHORTEST_RUN = 128
+ROWS = attrgetter("rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +129,13 @@ class Table:
 def table(rows: Sequence[Row], page_size: int, most: int) -> Table:
     """The table of a step. most: query tokens of a row up to which it may share keys with others (a row of more fills a tile of its
     own anyway); 0: nothing is shared."""
-    queries, contexts = _ints([row.queries for row in rows]), _ints([row.context for row in rows])
+    counts = [row.queries for row in rows]
+    queries, contexts, total = _ints(counts), _ints([row.context for row in rows]), sum(counts)
     trees = [i for i, row in enumerate(rows) if row.parents is not None]
-    total = int(queries.sum())
     single = total == len(rows) and not trees
     starts, widths = numpy.arange(total) if single else _before(queries), -(-(contexts + queries) // page_size)
     positions = contexts if single else _positions(rows, starts, contexts, queries, trees)
-    own, again, ends = numpy.zeros_like(queries), list[int](), list[int]()
+    own, again, ends = numpy.zeros(len(rows), numpy.int64), list[int](), list[int]()
     runs, count = list[tuple[Run, int]](), total
     for run in shared_runs(rows, page_size, most):
         runs.append((run, count))
@@ -178,10 +180,10 @@ def _before(counts: Array) -> Array:
     return sums - counts
 
 
-def _ranges(starts: Array, counts: Array) -> Array:
+def _ranges(starts: "Array | int", counts: Array) -> Array:
     """`counts[i]` consecutive ints from `starts[i]`, concatenated for all i."""
-    found: Array = numpy.arange(counts.sum()) + (starts - _before(counts)).repeat(counts)
-    return found
+    shifts: Array = (starts - _before(counts)).repeat(counts)
+    return numpy.arange(len(shifts)) + shifts
 
 
 def width(row: Row, page_size: int) -> int:
@@ -219,12 +221,13 @@ def shared_runs(rows: Sequence[Row], page_size: int, most: int) -> Iterator[Run]
         for together in same.values():
             if len(together) < 2:
                 continue
-            least_full = min(full[i] for i in together)
+            own = [full[i] for i in together]
+            least_full = min(own)
             end = alike + common_pages([rows[i].pages[alike:least_full] for i in together])
             long = end - begin >= least
             if long:
                 yield Run(together, begin, end)
-            if end < max([full[i] for i in together]):
+            if end < max(own):
                 waiting.append((together, end if long else begin, end))
 
 
@@ -245,7 +248,7 @@ def common_pages(tables: Sequence[Any]) -> int:
 
 def tile_of(tiles: Sequence[Tile], rows: int) -> int:
     """Index of the smallest tile with at least so many rows, else of the last."""
-    return next((place for place, tile in enumerate(tiles) if tile.rows >= rows), len(tiles) - 1)
+    return min(bisect_left(tiles, rows, key=ROWS), len(tiles) - 1)
 
 
 def segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array:
@@ -289,7 +292,7 @@ def _own_segments(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> Array
         whole = numpy.array([one.whole for one in table.rows])[row]
         result[whole, TREE], result[whole, END] = WHOLE, (table.contexts + table.queries)[row][whole]
     if table.runs:
-        together = numpy.zeros_like(table.queries)
+        together = numpy.zeros(len(table.rows), numpy.int64)
         seen = [part for run, _ in table.runs for part in _seen(table, run, kind)]
         together[[i for members, first_key, last_key in seen if first_key < last_key for i in members]] = 1
         result[:, SHARED] = together[row]
@@ -305,11 +308,11 @@ def _parts(table: Table, kind: LayerKind, tiles: Sequence[Tile]) -> "tuple[Array
     most = sizes[taken] // kind.ratio
     parts = -(-table.queries // most)  # segments of each row
     row = numpy.arange(len(parts)).repeat(parts)
-    at = _ranges(numpy.zeros_like(parts), parts) * most[row]
+    at = _ranges(0, parts) * most[row]
     return row, taken[row], table.starts[row] + at, numpy.minimum(most[row], table.queries[row] - at)
 
 
-def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], int, int]]:
+def _seen(table: Table, run: Run, kind: LayerKind) -> list[tuple[list[int], int, int]]:
     """Groups of a run's members with the keys of the run that the group reads: members, first key, key after the last. One group
     with sliding windows; where windows are fixed chunks, one for each chunk, whose members all see the same keys."""
     begin, end = run.begin * table.page_size, run.end * table.page_size
@@ -317,10 +320,9 @@ def _seen(table: Table, run: Run, kind: LayerKind) -> Iterator[tuple[list[int], 
         if kind.window:
             nearest = min(table.rows[i].context for i in run.members) - kind.window + 1
             begin = max(begin, nearest // ALIGNMENT * ALIGNMENT)
-        yield run.members, begin, end
-        return
-    for first, members in groupby(run.members, key=lambda i: table.rows[i].context // kind.window * kind.window):
-        yield [*members], max(begin, first), end
+        return [(run.members, begin, end)]
+    chunks = groupby(run.members, key=lambda i: table.rows[i].context // kind.window * kind.window)
+    return [([*members], max(begin, first), end) for first, members in chunks]
 
 
 def longest(parts: Array, kv_heads: int, processors: int, tiles: Sequence[Tile]) -> int:
@@ -356,21 +358,20 @@ def work(table: Table, parts: Array, tiles: Sequence[Tile], limit: int, fixed: b
     if not fixed and not parts[:, SHARED].any() and (parts[:, END] - parts[:, BEGIN]).max(initial=0) <= limit:
         return _uncut(parts, len(tiles))
     which, begins, ends = _cuts(parts, _ints([tile.keys for tile in tiles]), limit, fixed)
-    pieces = numpy.bincount(which, minlength=len(parts))  # number of items of each segment
-    merged = ((parts[:, SHARED] > 0) | (pieces > 1))[which]
-    queries = parts[which, QUERIES] * merged
-    items = parts[which, :8]
-    taken = items[:, TILE].copy()
+    pieces = numpy.bincount(which)  # number of items of each segment
+    parts = parts[which]
+    merged = (parts[:, SHARED] > 0) | (pieces[which] > 1)
+    queries = parts[:, QUERIES] * merged
+    tokens = table.tokens[_ranges(parts[:, FIRST], queries)]  # token of each partial
+    items, taken = parts[:, :8], parts[:, TILE].copy()
     items[:, BEGIN], items[:, END], items[:, PARTIAL] = begins, ends, numpy.where(merged, _before(queries), -1)
     longest_first = (begins - ends).argsort(kind="stable")
-    items, taken = items[longest_first], taken[longest_first]
-    tokens = table.tokens[_ranges(parts[which, FIRST], queries)]  # token of each partial
     counts = numpy.bincount(tokens)  # partials of each token
     own = counts.nonzero()[0]
     entries = numpy.empty((len(own), 3), numpy.int64)
     entries[:, 0], entries[:, 1], entries[:, 2] = own, _before(counts)[own], counts[own]
     return Work(
-        items=_of_tiles(items, taken, len(tiles)),
+        items=_of_tiles(items[longest_first], taken[longest_first], len(tiles)),
         entries=entries,
         pieces=tokens.argsort(kind="stable"),
     )
@@ -404,5 +405,5 @@ def _cuts(parts: Array, keys: Array, limit: int, fixed: bool) -> tuple[Array, Ar
         start = begin
     cuts = -(-(end - start) // length)
     which = numpy.repeat(numpy.arange(len(parts)), cuts)
-    at = start[which] + _ranges(numpy.zeros_like(cuts), cuts) * length[which]
+    at = start[which] + _ranges(0, cuts) * length[which]
     return which, numpy.maximum(at, begin[which]), numpy.minimum(at + length[which], end[which])

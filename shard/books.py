@@ -16,7 +16,7 @@ from .pages import PagePool
 from .prefix import PrefixCache
 from .prompts import Prompts
 from .sequence import Group, Sequence
-from .step import Span
+from .step import Run, Span
 
 
 class Books:
@@ -44,6 +44,15 @@ class Books:
         """Whether this very group is still there: another one may have its uid."""
         return self.groups.get(group.uid) is group
 
+    def living(self, runs: Listing[Run]) -> list[Run]:
+        """The runs whose groups are still there."""
+        groups = self.groups
+        return [run for run in runs if groups.get(run.group.uid) is run.group]
+
+    def touch(self, runs: Listing[Run]) -> None:
+        """Notes that the standing of the runs' groups may have changed."""
+        self.changed |= {run.group.uid: run.group for run in runs}
+
     def join(self, batch: int, group: Group) -> None:
         """Adds a new group to a batch."""
         self.groups[group.uid] = self.changed[group.uid] = group
@@ -63,12 +72,13 @@ class Books:
     def extend(self, group: Group, spans: Listing[Span]) -> None:
         """Allocates pages for spans, which count as computed from here on. Raises OutOfPages: then the group can only be
         dropped."""
-        size, lacking = self._pool.page_size, list["tuple[array[int], int]"]()
+        size = self._pool.page_size
+        lacking: list[tuple[array[int], int]] = []
         for span in spans:
-            sequence, end = span.sequence, span.start + len(span.tokens)
+            sequence = span.sequence
+            sequence.computed = end = span.start + len(span.tokens)
             if end > len(sequence.pages) * size:
                 lacking.append((sequence.pages, -(-end // size) - len(sequence.pages)))
-            sequence.computed = end
         if lacking:
             fresh = iter(self._pool.take(sum([count for _, count in lacking])))
             for pages, count in lacking:
@@ -91,12 +101,14 @@ class Books:
         self._host.load(loads)
         self.moved = (self.moved[0] + len(saves), self.moved[1] + len(loads))
 
-    def publish(self, group: Group, sequence: Sequence) -> None:
-        """Adds the full, computed pages of one of the group's sequences to the prefix cache."""
-        published = sequence.node.depth if sequence.node else 0
-        if self.prefixes.enabled and sequence.computed >= (published + 1) * self._pool.page_size:
-            self.prefixes.publish(sequence)
-            group.counted = -1
+    def publish(self, computed: Iterable[tuple[Group, Sequence]]) -> None:
+        """Adds the full, computed pages of sequences of these groups to the prefix cache."""
+        size = self._pool.page_size
+        for group, sequence in computed if self.prefixes.enabled else ():
+            published = sequence.node.depth if sequence.node else 0
+            if sequence.computed >= (published + 1) * size:
+                self.prefixes.publish(sequence)
+                group.counted = -1
 
     def withdraw(self, group: Group) -> None:
         """Removes the group's pages from the prefix cache."""

@@ -166,7 +166,7 @@ class Drafter(Rounds):
         place = {ROOT: ROOT} | {node: i for i, node in enumerate(needed)}
         parents = [place[one.parents[node]] for node in needed]
         tokens = self._known([one.tokens[node] for node in needed])
-        return Span(sequence, end, tokens, parents, len(needed)), needed
+        return Span(sequence, end, tokens, parents=parents, wanted=len(needed)), needed
 
     def _advance(self, sequence: Sequence, draft_progress: DraftProgress, count: int, wanted: int) -> Span:
         """A span of the next `count` tokens of the sequence."""

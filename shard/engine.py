@@ -307,7 +307,7 @@ class Engine:
             group.decodes = True
             try:
                 self.books.extend(group, spans)
-                runs.append(Run(group, spans, sampled=True))
+                runs.append(Run(group, spans, True))
             except OutOfPages as error:
                 self.books.fail(group, str(error), outcome)
         return runs
@@ -355,7 +355,7 @@ class Engine:
         hidden = self._forward(runs, spans) if spans else None
         if before is not None:
             before.outcome.ahead = True
-            self.books.changed |= {run.group.uid: run.group for run in runs}
+            self.books.touch(runs)
             self.land()
             runs, hidden = self._remaining(runs, hidden)
             masks = self._masks.begin(runs) if self._masks and hidden is not None else None
@@ -390,14 +390,14 @@ class Engine:
 
     def _remaining(self, runs: list[Run], hidden: Tensor | None) -> tuple[list[Run], Tensor | None]:
         """The runs, and rows, without what has ended since the forward was begun."""
-        remaining, rows = [run for run in runs if self.books.has(run.group)], list[int]()
-        living = {id(sequence) for run in remaining for sequence in run.group.sequences}
-        if len(remaining) == len(runs) and living.issuperset([id(span.sequence) for run in runs for span in run.spans]):
+        remaining, ended = self.books.living(runs), [span for run in runs for span in run.spans if not span.sequence.pages]
+        if len(remaining) == len(runs) and not ended:
             return runs, hidden
+        rows: list[int] = []
         for run in remaining:
             row, spans, run.spans, run.first = run.first, run.spans, [], len(rows)
             for span in spans:
-                if id(span.sequence) in living:
+                if span.sequence.pages:
                     run.spans.append(span)
                     rows += range(row, row + span.wanted)
                 row += span.wanted
@@ -440,4 +440,4 @@ class Engine:
         for group in failed:
             self.books.withdraw(group)  # some of its published pages would have been computed now
             self.books.fail(group, f"what {self.cache.slots} sequences remember has room, and there are more", outcome)
-        return [run for run in runs if self.books.has(run.group)]
+        return self.books.living(runs)

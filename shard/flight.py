@@ -13,6 +13,7 @@ sampled.
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from .forks import heirs
 from .logits import StepPicks
@@ -41,18 +42,24 @@ class StepInFlight:
         self.done = time.perf_counter()
 
     def simple(self, alone: bool) -> bool:
-        """Whether its effect is known except for the tokens it samples: then `follow` can plan the next step. alone: on a single
-        rank, since only rank 0 knows grammars."""
-        return self.pending.picked is not None and all(_simple(run) and (alone or not run.group.grammar) for run in self.runs)
+        """Whether its effect is known except for the tokens it samples: each sequence gets one, and none fork but the beams that
+        exist already. Then `follow` can plan the next step. alone: on a single rank, since only rank 0 knows grammars."""
+        for run in self.runs:
+            group = run.group
+            drafts = group.drafts > 0 and any(span.drafts for span in run.spans)
+            parts = not group.decodes if group.search else len(group.waiting) > 1
+            if run.problem or drafts or parts or (group.grammar and not alone):
+                return False
+        return self.pending.picked is not None
 
     def follow(self, group: Group, page_size: int) -> list[Span] | None:
         """Spans that follow its tokens, of sequences that will not have reached their maximum length; None: nothing of the group is
         sampled."""
         if not self._first:
-            row, sampled = 0, [run.group for run in self.runs if run.sampled]
-            for one in sorted(sampled, key=lambda one: one.search is None):  # in the order of sampling
-                self._first[id(one)] = row
-                row += one.search.width if one.search else len(one.waiting) or len(one.sequences)
+            sampled = [run.group for run in self.runs if run.sampled]
+            ordered = [one for one in sampled if one.search] + [one for one in sampled if not one.search]  # as they are sampled
+            sizes = [one.search.width if one.search else len(one.waiting) or len(one.sequences) for one in ordered]
+            self._first = dict(zip(map(id, ordered), accumulate(sizes, initial=0), strict=False))
         first = self._first.get(id(group))
         if first is None:
             return None
@@ -61,15 +68,7 @@ class StepInFlight:
             more = group.sequences[0].generated + 1 < most
             return heirs(group, group.search.width, page_size, first) if more else []
         return [
-            Span(sequence, sequence.computed, (0,), source=row)
+            Span(sequence, sequence.computed, (0,), row)
             for row, sequence in enumerate(group.sequences, first)
             if len(sequence.tokens) - sequence.prompt_length + 1 < most
         ]
-
-
-def _simple(run: Run) -> bool:
-    """Whether each sequence gets one token, and none fork but the beams that exist already."""
-    group = run.group
-    drafts = group.drafts > 0 and any(span.drafts for span in run.spans)
-    parts = not group.decodes if group.search else len(group.waiting) > 1
-    return not (run.problem or drafts or parts)

@@ -30,7 +30,7 @@ def heirs(group: Group, width: int, page_size: int, source: int) -> list[Span]:
         Sequence(array("I"), first.prompt_length, rank, first.cache_key, first.adapter, first.pictures, first.computed, pages[:])
         for rank in range(width)
     ]
-    return [Span(heir, first.computed, (0,), source=source + rank, front=front) for rank, heir in enumerate(group.heirs)]
+    return [Span(heir, first.computed, (0,), source + rank, front) for rank, heir in enumerate(group.heirs)]
 
 
 class BeamForks:
@@ -98,11 +98,8 @@ class BeamForks:
                 heir.tokens, heir.path = parent.tokens[:], parent.path.copy()
                 heir.counts = parent.counts.copy() if parent.counts else None
         self._disown(group.heirs[len(children) :], full)
-        for sequence in group.sequences:
-            sequence.clear()
         group.heirs = []
-        if settled == full:  # all that they don't share is the last page of each
-            group.counted = full + len(living)
+        group.counted = group.settled + len({page for heir in living for page in heir.pages[group.settled :]})
         return living
 
     def disown(self, group: Group) -> None:
@@ -113,6 +110,7 @@ class BeamForks:
     def _disown(self, heirs: Listing[Sequence], full: int) -> None:
         for heir in heirs:
             self._pool.release(heir.pages[full:])
+            heir.clear()
 
     def copy(self) -> None:
         """Makes the collected copies, once all groups of a step have forked."""

@@ -86,10 +86,10 @@ class Forward:
         own, graph = (None, None) if shows else self._padded(spans, tokens, picked)
         if own is None:
             own = self._plan(spans, picked=picked)
-        if own.lacked is not None and own.lacked.beams:
+        if own.heirs is not None:
             assert picked is not None
             assert picked.parents is not None
-            self._cache.inherit(own.lacked, picked.parents)
+            self._cache.inherit(own.heirs, picked.parents)
         if graph is None:
             return self._compute(own)
         self.replayed += 1

@@ -19,14 +19,12 @@ from .step import Run
 
 def conclude(runs: Listing[Run], picks: dict[int, Found], books: Books, cache: Cache, outcome: Outcome) -> None:
     """Concludes a step that has computed `runs`. picks: sampled tokens of the groups, by uid."""
-    for run in runs if books.prefixes.enabled else ():
-        if books.has(run.group) and not run.problem:
-            for span in run.spans:
-                if not span.drafts:  # they may be rejected
-                    books.publish(run.group, span.sequence)
+    runs = books.living(runs)
+    # A step with drafts waits for the verdict: they may be rejected.
+    books.publish([(run.group, span.sequence) for run in runs if not run.problem for span in run.spans if not span.drafts])
+    books.touch(runs)
     for run in runs:
-        if books.has(run.group):
-            _judge(run, picks, books, cache, outcome)
+        _judge(run, picks, books, cache, outcome)
     books.forks.copy()
     books.report(outcome)
 
@@ -49,15 +47,13 @@ def _judge(run: Run, picks: dict[int, Found], books: Books, cache: Cache, outcom
             outcome.count_drafts(group, verdict)
             if verdict.moves:
                 _move(verdict.moves, cache)
-            for sequence in group.sequences:
-                books.publish(group, sequence)
+            books.publish([(group, sequence) for sequence in group.sequences])
         outcome.add(group, verdict)
         if verdict.ended:
             books.end(group, verdict.ended)
             if not books.has(group):
                 return
         children = verdict.children
-    books.changed[group.uid] = group
     try:
         if children:
             books.forks.fork(group, children)

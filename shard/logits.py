@@ -6,12 +6,12 @@ All ranks take part, since their slices of the logits are gathered; only rank 0 
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor
 
-from ..kernels.transfer import HostCopy, list_to_device, to_device
+from ..kernels.transfer import HostCopy, list_to_device
 from .broadcast import Found, codes_of, found_from, length_of
 from .decoding import verify
 from .decoding.expansion import Beams, Candidate, elsewhere, expand
@@ -24,19 +24,11 @@ from .decoding.verify import Draft, VerificationRule
 from .masks import PendingMasks
 from .models.decoder import Decoder
 from .out_of_memory import ALONE, MemoryFallback
+from .sequence import Group
 from .speculator import Speculator
 from .step import DeviceSamples, Run
 
 ELSEWHERE = "rank 0 says why"
-
-
-@dataclass(slots=True)  # many per step: frozen ones take three times as long to make
-class WantedRows:
-    """A run's rows to be sampled, or expanded as beams."""
-
-    run: Run
-    rows: list[Row]
-    candidates: int  # of beam search, whose rows are expanded together; 0: no beams
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +42,7 @@ class SamplingContext:
     masks: PendingMasks | None
 
 
+Wanted = tuple[Run, list[Row]]  # a run, and its rows to be sampled, or expanded as beams
 Broadcast = Callable[[Tensor], Tensor]  # on rank 0 sends to the other ranks; on these waits and overwrites the tensor
 StepPicks = PendingPicks[dict[int, Found]]  # of a step: by uid of each sampled group, row by row of its runs
 
@@ -76,20 +69,16 @@ def choose(
     stops: StopStrings | None = None,
 ) -> StepPicks:
     """Samples all groups that want tokens. The same tokens on every rank."""
-    wanted = []
-    for run in runs:
-        if run.sampled:
-            search, group = run.group.search, run.group
-            count = candidates_of(search.width, len(group.end_ids)) if search else 0
-            wanted.append(WantedRows(run, strategy_of(group).rows(group), count))
+    wanted = [(run, strategy_of(run.group).rows(run.group)) for run in runs if run.sampled]
     if not wanted:
         return nothing(hidden.device)
-    uids = [one.run.group.uid for one in wanted]
+    uids = [run.group.uid for run, _ in wanted]
     context = SamplingContext(decoder, hidden, speculator, memory_fallback, masks)
     pending = _begin(context, wanted)
     if pending is None:
         found = _found_now(context, wanted, stops)
-        picked = None if any(one.candidates for one in wanted) else known(list(chain.from_iterable(found)), hidden.device).picked
+        beams = any(run.group.search for run, _ in wanted)
+        picked = None if beams else known([*chain.from_iterable(found)], hidden.device).picked
         return PendingPicks(picked, lambda: None, lambda: dict(zip(uids, found, strict=True)))
 
     def take() -> dict[int, Found]:
@@ -99,10 +88,10 @@ def choose(
     return PendingPicks(pending.picked, pending.wait, take)
 
 
-def _begin(context: SamplingContext, wanted: Listing[WantedRows]) -> PendingPicks[list[Found]] | None:
+def _begin(context: SamplingContext, wanted: Listing[Wanted]) -> PendingPicks[list[Found]] | None:
     """Sampling that the host need not wait for; None if the kind of sampling does not allow that, or memory is short."""
     ranks = context.decoder.ranks
-    if context.speculator.rule is not VerificationRule.GUMBEL or any(_on_host(one, ranks.size > 1) for one in wanted):
+    if context.speculator.rule is not VerificationRule.GUMBEL or any(_on_host(run.group, ranks.size > 1) for run, _ in wanted):
         return None
 
     def work() -> PendingPicks[list[Found]]:
@@ -110,13 +99,13 @@ def _begin(context: SamplingContext, wanted: Listing[WantedRows]) -> PendingPick
         mask = context.masks.join(context.hidden.device) if context.masks is not None else None
         return _pending(context, logits, wanted, mask, ranks.broadcast if ranks.size > 1 else None)
 
-    return context.memory_fallback.whole(work, sum(len(one.rows) for one in wanted))
+    return context.memory_fallback.whole(work, sum([len(rows) for _, rows in wanted]))
 
 
-def _on_host(one: WantedRows, several: bool) -> bool:
+def _on_host(group: Group, several: bool) -> bool:
     """Whether only rank 0's host knows where a row's text ends. several: there are several ranks."""
-    group = one.run.group
-    return bool((several or one.candidates) and group.grammar) or bool(one.candidates and group.stops)
+    beams = group.search is not None
+    return (group.grammar != "" and (several or beams)) or (beams and group.stops != ())
 
 
 def _received(tokens: Tensor) -> PendingPicks[Found]:
@@ -130,35 +119,40 @@ def _received(tokens: Tensor) -> PendingPicks[Found]:
     return PendingPicks(lambda: DeviceSamples(tokens), arrival.wait, take)
 
 
-def _found_now(context: SamplingContext, wanted: Listing[WantedRows], stops: StopStrings | None) -> list[Found]:
+def _found_now(context: SamplingContext, wanted: Listing[Wanted], stops: StopStrings | None) -> list[Found]:
     """Tokens of each run, on every rank, waiting for the device."""
     found, ranks = _in_parts(context, wanted), context.decoder.ranks
     if context.masks is not None:
         found = context.masks.settle(found)
     if stops is not None:
-        found = [_stopped(one, some, stops) for one, some in zip(wanted, found, strict=True)]
+        found = [_stopped(*one, some, stops) for one, some in zip(wanted, found, strict=True)]
     if ranks.size > 1:
-        counts = [(len(one.rows), one.candidates) for one in wanted]
+        counts = [(len(rows), _candidates(run.group)) for run, rows in wanted]
         samples = ranks.rank == 0
-        seen = [None if one.run.problem else own for one, own in zip(wanted, found, strict=True)]
+        seen = [None if run.problem else own for (run, _), own in zip(wanted, found, strict=True)]
         codes = codes_of(seen, counts) if samples else [0] * length_of(counts)
         codes = ranks.broadcast(torch.tensor(codes, device=context.hidden.device)).tolist()
         if not samples:
-            found = [_taken(one, own) for one, own in zip(wanted, found_from(codes, counts), strict=True)]
+            found = [_taken(*one, own) for one, own in zip(wanted, found_from(codes, counts), strict=True)]
     return found
 
 
-def _taken(one: WantedRows, found: Found | None) -> Found:
+def _candidates(group: Group) -> int:
+    """Candidates of beam search, whose rows are expanded together; 0: no beams."""
+    return candidates_of(group.search.width, len(group.end_ids)) if group.search else 0
+
+
+def _taken(run: Run, rows: Listing[Row], found: Found | None) -> Found:
     """What rank 0 has broadcast for a group."""
     if found is None:
-        one.run.problem = ELSEWHERE
-        return [None] * len(one.rows)
+        run.problem = ELSEWHERE
+        return [None] * len(rows)
     return found
 
 
-def _in_parts(context: SamplingContext, wanted: Listing[WantedRows]) -> list[Found]:
+def _in_parts(context: SamplingContext, wanted: Listing[Wanted]) -> list[Found]:
     """Tokens of each run, all sampled at once if there is memory for it. One that is too large even alone gets a problem."""
-    sizes, device = [len(one.rows) for one in wanted], context.hidden.device
+    sizes, device = [len(rows) for _, rows in wanted], context.hidden.device
     starts = [0, *accumulate(sizes)]
 
     def some(own: Listing[int]) -> list[Found]:
@@ -168,37 +162,30 @@ def _in_parts(context: SamplingContext, wanted: Listing[WantedRows]) -> list[Fou
         return _pending(context, logits, part, mask).take() if logits is not None else [[] for _ in part]
 
     found: list[Found] = []
-    for one, own in zip(wanted, context.memory_fallback.rows(some, range(len(wanted)), sizes), strict=True):
+    for (run, rows), own in zip(wanted, context.memory_fallback.rows(some, range(len(wanted)), sizes), strict=True):
         if own is None:
-            one.run.problem = ALONE
-        found.append(own if own is not None else [None] * len(one.rows))
+            run.problem = ALONE
+        found.append(own if own is not None else [None] * len(rows))
     return found
 
 
-def _logits(context: SamplingContext, wanted: Listing[WantedRows]) -> Tensor | None:
+def _logits(context: SamplingContext, wanted: Listing[Wanted]) -> Tensor | None:
     """Logits of all rows, in order. All choices of a prompt sample from the same logits, computed once."""
-    places: list[int] = []  # hidden rows, each once
-    copies: list[int] = []  # how often each of them is used
-    for one in wanted:
-        run, count = one.run, len(one.rows)
-        if run.group.waiting:
-            places.append(run.first + run.wanted - 1)
-            copies.append(count)
-        else:
-            places += range(run.first, run.first + count)
-            copies += [1] * count
-    hidden, device = context.hidden, context.hidden.device
-    logits = context.decoder.logits(hidden if len(places) == len(hidden) else hidden[list_to_device(device, places)])
-    if logits is not None and sum(copies) > len(places):
-        each = to_device(torch.arange(len(copies)).repeat_interleave(torch.tensor(copies)), device)
-        logits = logits[each]
+    hidden, device, own = context.hidden, context.hidden.device, list[int]()  # of each row, its hidden row
+    for run, rows in wanted:
+        own += [run.first + run.wanted - 1] * len(rows) if run.group.waiting else range(run.first, run.first + len(rows))
+    distinct = [*dict.fromkeys(own)]
+    logits = context.decoder.logits(hidden if len(distinct) == len(hidden) else hidden[list_to_device(device, distinct)])
+    if logits is not None and len(own) > len(distinct):
+        places = {row: place for place, row in enumerate(distinct)}
+        logits = logits[list_to_device(device, [places[row] for row in own])]
     return logits
 
 
 def _pending(
     context: SamplingContext,
     logits: Tensor | None,
-    wanted: Listing[WantedRows],
+    wanted: Listing[Wanted],
     mask: Tensor | None,
     broadcast: Broadcast | None = None,
 ) -> PendingPicks[list[Found]]:
@@ -206,7 +193,7 @@ def _pending(
     what is picked. broadcast: sends to other ranks, which have no logits."""
     parts = []
     for way, has_beams in ((_expanded, True), (_sampled, False)):
-        chosen = [i for i, one in enumerate(wanted) if (one.candidates > 0) is has_beams]
+        chosen = [i for i, (run, _) in enumerate(wanted) if (run.group.search is not None) is has_beams]
         if chosen:
             own, own_mask = _part(logits, mask, wanted, chosen)
             parts.append((chosen, way(context, own, [wanted[i] for i in chosen], own_mask, broadcast)))
@@ -233,15 +220,15 @@ def _joined(*some: PendingPicks[list[Found]]) -> DeviceSamples:
 
 
 def _expanded(
-    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, broadcast: Broadcast | None
+    context: SamplingContext, logits: Tensor | None, wanted: Listing[Wanted], mask: Tensor | None, broadcast: Broadcast | None
 ) -> PendingPicks[list[Found]]:
     """Candidates of runs of beams."""
     sets = []
-    for one in wanted:
-        group = one.run.group
+    for run, rows in wanted:
+        group = run.group
         assert group.search is not None
         scores = [sequence.path.score if sequence.path else 0.0 for sequence in group.sequences]
-        sets.append(Beams(one.rows, scores, one.candidates, group.search.width, group.end_ids))
+        sets.append(Beams(rows, scores, _candidates(group), group.search.width, group.end_ids))
     expansion = expand(logits, sets, mask) if logits is not None else elsewhere(sets, context.hidden.device)
     if broadcast is not None:
         broadcast(expansion.found)
@@ -250,65 +237,60 @@ def _expanded(
 
 
 def _sampled(
-    context: SamplingContext, logits: Tensor | None, wanted: Listing[WantedRows], mask: Tensor | None, broadcast: Broadcast | None
+    context: SamplingContext, logits: Tensor | None, wanted: Listing[Wanted], mask: Tensor | None, broadcast: Broadcast | None
 ) -> PendingPicks[list[Found]]:
     """Picks of runs without beams."""
     speculator, device = context.speculator, context.hidden.device
-    rows = [row for one in wanted for row in one.rows]
+    rows = [row for _, own in wanted for row in own]
     if logits is None:
         assert broadcast is not None
         pending = _received(broadcast(torch.empty(len(rows), dtype=torch.int64, device=device)))
     elif speculator.rule is VerificationRule.GUMBEL:
         pending = begin(logits, rows, mask)
     else:
-        drafts = [draft for one in wanted for draft in _drafts(one)]
+        drafts = [draft for run, own in wanted for draft in _drafts(run.group, len(own))]
         pending = known(verify.pick(logits, rows, drafts, speculator.rule, mask, speculator.probabilities), device)
     if broadcast is not None and logits is not None and pending.picked is not None:
         broadcast(pending.picked().tokens)
     return PendingPicks(pending.picked, pending.wait, lambda: _split(pending.take(), wanted))
 
 
-def _drafts(one: WantedRows) -> list[Draft]:
+def _drafts(group: Group, rows: int) -> list[Draft]:
     """Drafts of each of its sequences, or none for each choice that begins."""
-    group = one.run.group
-    return [Draft()] * len(one.rows) if group.waiting else [Draft(own.draft, own.tried) for own in group.sequences]
+    return [Draft()] * rows if group.waiting else [Draft(own.draft, own.tried) for own in group.sequences]
 
 
 def _part(
-    logits: Tensor | None, mask: Tensor | None, wanted: Listing[WantedRows], chosen: Listing[int]
+    logits: Tensor | None, mask: Tensor | None, wanted: Listing[Wanted], chosen: Listing[int]
 ) -> tuple[Tensor | None, Tensor | None]:
     """The rows of some runs. The mask is None if none of these has a grammar."""
     if logits is None or len(chosen) == len(wanted):
         return logits, mask
-    starts = [0, *accumulate(len(one.rows) for one in wanted)]
-    places = list_to_device(logits.device, [starts[i] + k for i in chosen for k in range(len(wanted[i].rows))])
-    bound = mask is not None and any(wanted[i].run.group.grammar for i in chosen)
+    starts = [0, *accumulate(len(rows) for _, rows in wanted)]
+    places = list_to_device(logits.device, [row for i in chosen for row in range(starts[i], starts[i + 1])])
+    bound = mask is not None and any(wanted[i][0].group.grammar for i in chosen)
     return logits[places], mask[places] if mask is not None and bound else None
 
 
-def _split(picks: Found, wanted: Listing[WantedRows]) -> list[Found]:
-    result, start = [], 0
-    for one in wanted:
-        result.append(picks[start : start + len(one.rows)])
-        start += len(one.rows)
-    return result
+def _split(picks: Found, wanted: Listing[Wanted]) -> list[Found]:
+    starts = accumulate([len(rows) for _, rows in wanted], initial=0)
+    return [picks[start:end] for start, end in pairwise(starts)]
 
 
-def _stopped(one: WantedRows, found: Found, stops: StopStrings) -> Found:
+def _stopped(run: Run, rows: Listing[Row], found: Found, stops: StopStrings) -> Found:
     """Candidates of beams; those that complete a stop string are marked."""
-    group = one.run.group
-    if not one.candidates or not group.stops or one.run.problem:
+    if run.group.search is None or not run.group.stops or run.problem:
         return found
     try:
-        return [_marked(one, candidate, stops) for candidate in found]
+        return [_marked(run.group, rows, candidate, stops) for candidate in found]
     except Unusable as error:
-        one.run.problem = str(error)
+        run.problem = str(error)
         return [None]
 
 
-def _marked(one: WantedRows, candidate: Pick | None, stops: StopStrings) -> Pick | None:
+def _marked(group: Group, rows: Listing[Row], candidate: Pick | None, stops: StopStrings) -> Pick | None:
     if not isinstance(candidate, Candidate):
         return candidate
-    row = one.rows[candidate.row]
-    complete = stops.completed_by(row.tokens, row.prompt_length, candidate.token, one.run.group.stops)
+    row = rows[candidate.row]
+    complete = stops.completed_by(row.tokens, row.prompt_length, candidate.token, group.stops)
     return replace(candidate, complete=True) if complete else candidate

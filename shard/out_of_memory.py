@@ -148,7 +148,7 @@ class MemoryFallback:
     ) -> tuple[Tensor | None, set[int]]:
         """Hidden states of the wanted rows, as `compute` returns them, None if there are none; and the pages that could not be
         written, since not even a part of their span fits alone: whoever holds one of them can't go on."""
-        total = sum(len(span.tokens) for span in spans)
+        total = sum([len(span.tokens) for span in spans])
         if not 0 < self._tokens.most < total:
             hidden = self.attempt(lambda: compute(spans))
             if hidden is not None:

@@ -63,10 +63,9 @@ class Outcome:
     def count_decodes(self, runs: Listing[Run]) -> None:
         """Counts decoded tokens, without those computed a second time, which are part of the cost of drafts: the router takes all
         others for sequences."""
-        for run in runs:
-            for span in run.spans:
-                self.decode_tokens += span.wanted
-                self.decode_keys += span.wanted_keys
+        spans = [span for run in runs for span in run.spans]
+        self.decode_tokens += sum([span.wanted for span in spans])
+        self.decode_keys += sum([span.wanted * (2 * (span.start + len(span.tokens)) - span.wanted + 1) // 2 for span in spans])
 
     def add(self, group: Group, verdict: Verdict) -> None:
         """Collects what goes to a group's clients."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..kernels import paged_attention  # which imports Triton
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # compared by identity
+@dataclass(slots=True, eq=False)  # compared by identity
 class BeamFront:
     """A group's beams, while only the device knows which of them the next ones continue."""
 
@@ -52,18 +52,13 @@ class Span:
     sequence: Sequence
     start: int  # tokens before them
     tokens: Listing[int]
+    source: int = -1  # if its one token isn't known to the host: its row among what the step before has sampled
+    front: BeamFront | None = None  # it continues one of these beams: that one's full pages take the place of its sequence's
     # of a draft tree, per token: index of its parent in `tokens`, -1: the token before; None: a chain
     parents: Listing[int] | None = None
     wanted: int = 1  # for how many of the last tokens logits are wanted
     drafts: int = 0  # how many of the last tokens are drafts
-    source: int = -1  # if its one token isn't known to the host: its row among what the step before has sampled
-    front: BeamFront | None = None  # it continues one of these beams: that one's full pages take the place of its sequence's
     whole: bool = False  # it is an image, or the rest of one, with bidirectional attention in some layers: see `parted`
-
-    @property
-    def wanted_keys(self) -> int:
-        """Keys that the wanted tokens attend to, each itself and all before it, without sliding windows."""
-        return self.wanted * (2 * (self.start + len(self.tokens)) - self.wanted + 1) // 2
 
 
 @dataclass(slots=True)
@@ -139,7 +134,7 @@ class Step:
     firsts: Tensor | None = None
     shown: Listing[ImageTokens] = ()
     last: LastTokens | None = None  # None: all are wanted, or too many, or no layer uses it
-    lacked: lookahead.Unknown | None = None  # what only the device knew of it; pages of heirs are still to be inherited
+    heirs: lookahead.Unknown | None = None  # beams whose parents only the device knows: their pages are still to be inherited
 
     def narrowed(self) -> "Step":
         """The step of its last tokens alone."""
@@ -189,7 +184,7 @@ class _Lists:
 
     def buffer(self) -> Tensor:
         """The contents of the step's buffer, on the host."""
-        return torch.from_numpy(numpy.array([*chain(*self.parts)], numpy.int64))
+        return torch.from_numpy(numpy.fromiter(chain(*self.parts), numpy.int64))
 
     def pad(self, room: Room, adapted: bool) -> None:
         """Pads to the room. Raises ragged.CapacityExceeded if it is too small. adapted: see `plan`."""
@@ -233,14 +228,14 @@ def plan(
     ]
     held = _paged(into.attention) if into is not None else None
     order, attended = ragged.plan(rows, layout, room.attention if room else None, held, after)
-    lists, starts = _listed(spans, order, layout.page_size, adapted)
+    pictured = [i for i in order if spans[i].sequence.pictures is not None]
+    lists, starts = _listed(spans, order, layout.page_size, adapted, plain=not pictured)
     if room is not None:
         lists.pad(room, adapted)
     elif not any(number >= 0 for number in lists.numbers):
         lists.numbers = []
     lengths, lists.states = _states(spans, order, room) if remembers else ((), [])
-    pictured = [(starts[i], spans[i]) for i in order if spans[i].sequence.pictures is not None]
-    showing = [(first, span) for first, span in pictured if span.sequence.shows(span.start)]
+    showing = [(starts[i], spans[i]) for i in pictured if spans[i].sequence.shows(spans[i].start)]
     marks = [mark for first, span in showing for mark in _marks(first, span)]
     for token in chain.from_iterable(tokens for _, tokens, _ in marks):
         lists.tokens[token] = before.image if before else 0  # an id in every vocabulary: image features replace its embedding
@@ -252,7 +247,7 @@ def plan(
         shown = [ImageTokens(picture, *lists_to_device(layout.device, *both)) for picture, *both in marks]
         step = replace(step, turned=_axes(range(1, AXES), lists.positions, showing, 0, layout), shown=shown)
     back = layout.members - 1
-    early = [(first, span) for first, span in pictured if back > 0 and span.sequence.shows(span.start - back)]
+    early = [(starts[i], spans[i]) for i in pictured if back > 0 and spans[i].sequence.shows(spans[i].start - back)]
     if early:
         step = replace(step, firsts=_axes(range(AXES), lists.positions, early, back, layout))
     if narrows and room is None and not fronts and len(lists.wanted) < len(lists.tokens):
@@ -263,16 +258,16 @@ def plan(
     if picked is not None and lacked is not None:
         pages = _paged(step.attention).pages if later else None
         lookahead.fill(step.tokens, pages, lacked, picked.tokens, picked.parents)
-        step = replace(step, lacked=lacked)
+        step = replace(step, heirs=lacked) if fronts else step
     return step
 
 
-def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool) -> tuple[_Lists, list[int]]:
-    """The lists of a step, and the index of each span's first token. size: of a page."""
+def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool, plain: bool) -> tuple[_Lists, list[int]]:
+    """The lists of a step, and the index of each span's first token. size: of a page; plain: there are no images."""
     ordered = [spans[i] for i in order]
     numbers = [span.sequence.adapter for span in ordered for _ in span.tokens] if adapted else []
-    if max(map(len, [span.tokens for span in ordered]), default=1) == 1 and not any(span.sequence.pictures for span in ordered):
-        return _listed_single(spans, order, size, numbers)
+    if plain and max(map(len, [span.tokens for span in ordered]), default=1) == 1:
+        return _listed_single(ordered, order, size, numbers)
     tokens, positions, slots = list[int](), list[int](), list[int]()
     starts = [0] * len(spans)
     for i, span in zip(order, ordered, strict=True):
@@ -285,19 +280,20 @@ def _listed(spans: Listing[Span], order: Listing[int], size: int, adapted: bool)
     return _Lists(tokens, positions, slots, numbers, _wanted(spans, starts)), starts
 
 
-def _listed_single(spans: Listing[Span], order: Listing[int], size: int, numbers: list[int]) -> tuple[_Lists, list[int]]:
-    """The same for spans of one token each, without images."""
-    ordered, starts = [spans[i] for i in order], [0] * len(spans)
-    places = [span.start for span in ordered]
+def _listed_single(ordered: Listing[Span], order: Listing[int], size: int, numbers: list[int]) -> tuple[_Lists, list[int]]:
+    """The same for spans of one token each, without images. ordered: the spans, in that order."""
+    places, starts = [span.start for span in ordered], [0] * len(ordered)
     slots = [span.sequence.pages[place // size] * size + place % size for span, place in zip(ordered, places, strict=True)]
     for k, i in enumerate(order):
         starts[i] = k
-    wanted = [*starts] if {span.wanted for span in spans} == {1} else _wanted(spans, starts)
+    wanted = [start for start in starts if ordered[start].wanted]
     return _Lists([span.tokens[0] for span in ordered], places, slots, numbers, wanted), starts
 
 
-def parted(spans: Listing[Span]) -> list[Span]:
+def parted(spans: Listing[Span]) -> Listing[Span]:
     """The spans, cut so that images are spans of their own, where some layers attend bidirectionally within an image."""
+    if not any(span.sequence.pictures for span in spans):  # quicker than to ask each of them what follows
+        return spans
     return [part for span in spans for part in (_parts(span) if span.sequence.shows(span.start) else (span,))]
 
 
@@ -394,8 +390,9 @@ def _tables(spans: Listing[Span], picked: DeviceSamples | None) -> "list[array[i
 
 def _lacked(spans: Listing[Span], starts: Listing[int], layout: AttentionLayout) -> lookahead.Unknown | None:
     """The tokens that only the device knows. starts: index of each span's first token. None: it knows all."""
-    found = [(span.source, token) for span, token in zip(spans, starts, strict=True) if span.source >= 0]
-    return lookahead.unknown_tokens(layout.device, found) if found else None
+    sources = numpy.array([span.source for span in spans])
+    [own] = (sources >= 0).nonzero()
+    return lookahead.unknown_tokens(layout.device, sources[own], numpy.array(starts)[own]) if len(own) else None
 
 
 def _lacked_by_heirs(

@@ -33,7 +33,7 @@ class Candidate(Pick):
     score: float = 0.0  # sum of log-probabilities
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # many per step: frozen ones take three times as long to make
 class Beams:
     """The beams of one group, a row of logits each."""
 

@@ -21,8 +21,8 @@ class Speculate:
         spans = []
         for sequence in group.sequences:
             lacking, tree = sequence.tokens[sequence.computed :], sequence.draft
-            tokens = [*lacking, *tree.tokens]
-            spans.append(Span(sequence, sequence.computed, tokens, tree.query(len(lacking)), 1 + len(tree), len(tree)))
+            tokens, parents = [*lacking, *tree.tokens], tree.query(len(lacking))
+            spans.append(Span(sequence, sequence.computed, tokens, parents=parents, wanted=1 + len(tree), drafts=len(tree)))
         return spans
 
     def rows(self, group: Group) -> list[Row]:

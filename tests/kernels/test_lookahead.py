@@ -4,6 +4,7 @@ implementations, against plain lists."""
 import random
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 
@@ -97,7 +98,7 @@ def test_last_pages_are_inherited_and_their_rest_is_zeroed(dtype: torch.dtype, r
 
 def test_tokens_alone_are_entries_that_continue_no_beam() -> None:
     pairs = [(3, 1), (0, 4), (1, 2)]
-    found = lookahead.unknown_tokens(torch.device(DEVICE), pairs)
+    found = lookahead.unknown_tokens(torch.device(DEVICE), *numpy.array(pairs).T)
     expected = lookahead.unknown(torch.device(DEVICE), [(*pair, 0, 0, 0, -1, 0, 0) for pair in pairs], [])
     assert found.entries.equal(expected.entries)
     assert found.tables.equal(expected.tables)

@@ -42,7 +42,7 @@ def step(engine: Engine, group: Group, drafts: Tree) -> list[int]:
     [sequence] = group.sequences
     start = sequence.computed
     tokens = [*sequence.tokens[start:], *drafts.tokens]
-    span = Span(sequence, start, tokens, drafts.query(len(sequence.tokens) - start), wanted=1 + len(drafts))
+    span = Span(sequence, start, tokens, parents=drafts.query(len(sequence.tokens) - start), wanted=1 + len(drafts))
     logits = run(engine, group, span)
     assert logits is not None
     picks = verify.pick(logits, verify.rows(group, sequence, drafts), [Draft(drafts)], VerificationRule.GUMBEL)

@@ -134,8 +134,8 @@ def test_tested_draft_trees_contain_repeated_siblings(monkeypatch: pytest.Monkey
     siblings: list[tuple[int, int]] = []
     drafts = logits._drafts
 
-    def recording_drafts(one: logits.WantedRows) -> list[Draft]:
-        found = drafts(one)
+    def recording_drafts(group: Group, rows: int) -> list[Draft]:
+        found = drafts(group, rows)
         siblings.extend((len(set(family)), len(family)) for draft in found for family in draft.drawn if family)
         return found
 
@@ -144,8 +144,8 @@ def test_tested_draft_trees_contain_repeated_siblings(monkeypatch: pytest.Monkey
     assert sum(distinct < tries for distinct, tries in siblings) > len(siblings) / 4 > 50
 
 
-def without_repeats(one: logits.WantedRows, plain: Callable[[logits.WantedRows], list[Draft]] = logits._drafts) -> list[Draft]:
-    return [replace(draft, drawn=tuple(tuple(dict.fromkeys(family)) for family in draft.drawn)) for draft in plain(one)]
+def without_repeats(*given: Any, plain: Callable[..., list[Draft]] = logits._drafts) -> list[Draft]:
+    return [replace(draft, drawn=tuple(tuple(dict.fromkeys(family)) for family in draft.drawn)) for draft in plain(*given)]
 
 
 def of_another_draft(*given: Any, plain: Callable[..., Tensor] = verify._proposed) -> Tensor:

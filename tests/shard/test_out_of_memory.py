@@ -277,7 +277,7 @@ def test_pieces_of_a_step_are_ordered_by_their_dependencies() -> None:
             [sequence], _ = sequences([0] * 99, 1)
             parents = [-1] * count if chance.random() < 0.3 else None
             wanted = chance.randint(0, count)
-            spans.append(Span(sequence, chance.randint(0, 20), [number] * count, parents, wanted))
+            spans.append(Span(sequence, chance.randint(0, 20), [number] * count, parents=parents, wanted=wanted))
             rows += [(number, spans[-1].start + count - wanted + i) for i in range(wanted)]
         most, left, found, last = chance.randint(1, 8), pieces_of(spans), {}, 0
         computed = dict.fromkeys(range(len(spans)), 0)

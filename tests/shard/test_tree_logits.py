@@ -26,7 +26,7 @@ NEXT = 7
 def forward(engine: Engine, sequence: Sequence, tokens: list[int], parents: list[int] | None = None) -> torch.Tensor:
     """Logits of all given tokens, which follow the computed ones."""
     engine.pool.extend(sequence.pages, sequence.computed + len(tokens))
-    span = Span(sequence, sequence.computed, tokens, parents, wanted=len(tokens))
+    span = Span(sequence, sequence.computed, tokens, parents=parents, wanted=len(tokens))
     logits = engine.decoder.logits(engine.forward([span]))
     assert logits is not None
     return logits
