@@ -237,7 +237,8 @@ def _weighed(peaks, sums, parts, best, heat, PARTS: tl.constexpr):  # type: igno
 def _mean(kept, scores, masses):  # type: ignore[no-untyped-def]
     """The mean score of tokens that are kept, and their mass."""
     most = tl.sum(tl.where(kept, masses, 0.0), 0)
-    return tl.div_rn(tl.sum(tl.where(kept, masses * scores, 0.0), 0), most), most
+    # A finite logit far below the best one has a score of -inf.
+    return tl.div_rn(tl.sum(tl.where(kept & (scores > float("-inf")), masses * scores, 0.0), 0), most), most
 
 
 @triton.jit

@@ -240,6 +240,16 @@ def test_typical_p_compares_only_what_other_filters_keep(few: int, rng: random.R
         assert found.final.item() == pytest.approx((values[found.tokens] - values[: 7 * 32].logsumexp(0)).item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("few", [1, 64])
+def test_typical_p_beside_a_logit_whose_score_overflows(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a repetition penalty makes one of -inf: the mean was NaN, and all tokens stayed."""
+    monkeypatch.setattr(fused_sampling, "FEW", few)
+    logits = torch.full((1, 96), -math.inf, device=DEVICE)
+    logits[0, ::32] = torch.tensor([1.0, 0.5, torch.finfo(torch.float32).min], device=DEVICE)
+    found = sample(logits, make_draws(1, typical_p=0.5, temperature=0.5), None, None)
+    assert (found.tokens.item(), found.final.item()) == (0, pytest.approx(0.0, abs=1e-6))
+
+
 @pytest.mark.parametrize("slots", [128, 4])
 @pytest.mark.parametrize("tied", [False, True])
 def test_top_p_that_reaches_far_into_a_row(slots: int, tied: bool, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
