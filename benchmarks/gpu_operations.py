@@ -223,19 +223,22 @@ def sample_logits(bench: Bench) -> None:
     plain = {"temperature": 0.8, "top_k": 0, "top_p": 1.0}
     filtered = {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
     penalties = _penalties(bench, rows, vocabulary)
+    greedy = {**plain, "temperature": 0.0}
     cases: list[tuple[str, dict[str, float], Penalties | None, float | None]] = [
-        ("greedy", {**plain, "temperature": 0.0}, None, None),
+        ("greedy", greedy, None, None),
+        ("greedy, final log-probabilities", {**greedy, "told": 1.0}, None, None),
         ("drawn from all", plain, None, None),
         ("top-k 50, top-p 0.9", filtered, None, SAMPLING),
         ("top-p 0.95 alone", {**plain, "top_p": 0.95}, None, None),
+        ("typical-p 0.95 alone", {**plain, "typical_p": 0.95}, None, None),
         ("top-k 10, top-p 0.95, typical-p 0.95", {**filtered, "top_k": 10, "top_p": 0.95, "typical_p": 0.95}, None, None),
         ("top-k 50, top-p 0.9, penalties on 1,000 tokens a row", filtered, penalties, SAMPLING),
     ]
     size = f"{rows} x {vocabulary}"
     for what, fields, penalized, goal in cases:
         draws = _draws(bench, rows, fields)
-        weighed = fields["top_p"] < 1 and not fields["top_k"]
-        took = bench.time([partial(sample, one, draws, penalized, None, weighed) for one in logits])
+        far = fields["top_p"] < 1 and not fields["top_k"]
+        took = bench.time([partial(sample, one, draws, penalized, None, far or "told" in fields, far) for one in logits])
         ratio, against = took.seconds / once, "of one read"
         bench.add(
             Line(section=SECTION, what=f"sampling {size}, {what}", timing=took, ratio=ratio, against=against, goal=goal, most=True)

@@ -610,13 +610,15 @@ def settle_kernel(
     tl.store(tokens + row, tl.where(normalizer == normalizer, token, -1))
 
 
-def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, weighed: bool = True) -> Sampled:
+def sample(
+    logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tensor | None, weighed: bool = True, far: bool = True
+) -> Sampled:
     """Samples one token for every row.
 
     logits: [rows, vocabulary] float32, its last dimension dense, and each row in memory of its own: with penalties they are
     changed, and put back; draws: of all rows, a temperature of 0 is greedy; penalties: of as many rows; mask:
     [rows, words] int32, bit i of word w allows token 32 w + i; weighed: without it, rows that have top-p and no top-k are slow, and
-    greedy ones have no final log-probability.
+    greedy ones have no final log-probability; far: there are rows of the first kind.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, SPLIT)
@@ -631,7 +633,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     changed = (peaks, peaks, peaks)
     if penalties is not None:
         changed = change(logits, penalties, mask, maxima), penalties.starts, penalties.ids
-    tokens, finals, found, *drawn = _choose(given, draws, maxima, parts, weighed)
+    tokens, finals, found, *drawn = _choose(given, draws, maxima, parts, weighed, far)
     logprobs = torch.empty(rows, device=device)
     settle_kernel[(rows,)](
         *given.tensors, draws.temperature, draws.seeds, draws.choices, draws.positions, *found, peaks, sums, *drawn, tokens,
@@ -642,7 +644,7 @@ def sample(logits: Tensor, draws: Draws, penalties: Penalties | None, mask: Tens
     return Sampled(tokens, logprobs, finals)
 
 
-def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool) -> tuple[Any, ...]:
+def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: bool, far: bool) -> tuple[Any, ...]:
     """Tokens and their log-probabilities; what is known of each row; and, for rows whose token is -1, what `draw` has found in each
     part."""
     rows, vocabulary = given.logits.shape
@@ -668,7 +670,7 @@ def _choose(given: Given, draws: Draws, maxima: Tensor, parts: int, weighed: boo
         FEW=min(FEW, CAPACITY), LEAST=WANTED, BLOCK=AT_ONCE, CUDA=on_nvidia(device), num_warps=WARPS, enable_fp_fusion=False,
         **begin_early(device),
     )  # fmt: skip
-    if weighed:
+    if weighed and far:
         narrow(given, draws, bests, bracket, limits, SPLIT, 2 * AT_ONCE)
     noisiest, sums = torch.empty(2, rows, parts, device=device).unbind()
     ids = torch.empty(rows, parts, dtype=torch.int32, device=device)

@@ -66,10 +66,10 @@ class Row:
         return self.top_n > 0 and self.final
 
     @property
-    def weighed(self) -> bool:
-        """Whether the mass of all tokens is needed: for a top-p that no top-k limits, or for a final log-probability."""
+    def far(self) -> bool:
+        """Whether it has a top-p that no top-k limits, which may reach far into the vocabulary."""
         own = self.sampling
-        return (own.top_p < 1 and not own.top_k) if own.temperature else self.final
+        return own.temperature > 0 and own.top_p < 1 and not own.top_k
 
 
 @dataclass(slots=True)  # created many times a step: frozen ones take three times as long
@@ -150,7 +150,9 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pen
     from ...kernels.fused_sampling import sample
 
     penalties = penalties_of(rows, logits) if any(row.sampling.penalized for row in rows) else None
-    found = sample(logits, draws_of(rows, logits.device), penalties, mask, any(row.weighed for row in rows))
+    far = any(row.far for row in rows)
+    told = any(row.final and not row.sampling.temperature for row in rows)
+    found = sample(logits, draws_of(rows, logits.device), penalties, mask, far or told, far)
     logprobs, wanted = found.logprobs, [row.final for row in rows]
     if any(wanted):
         final = to_device(torch.tensor(wanted), logits.device)
