@@ -143,7 +143,7 @@ class Adapter:
             raise Unsupported(f"adapter {self.name} has no lora_{factor} for {matrix}: download it again")
         self._unread.discard((matrix, factor))
         kind = self._file.get_slice(key).get_dtype()
-        if kind.startswith(("F4", "F6")):  # several numbers in a byte, which torch can't convert
+        if kind.startswith(("F4", "F6_")):  # several numbers in a byte, which torch can't convert
             raise Unsupported(f"adapter {self.name}: {key} is stored as {kind}, a number of 8 bits or more is needed")
         found: Tensor = self._file.get_tensor(key)
         if not found.is_floating_point() or found.dim() != 2:
@@ -164,6 +164,8 @@ def _config(name: str, path: Path, tame: bool) -> dict[str, Any]:
     try:
         if path.stat().st_size > LONGEST_CONFIG:
             raise ValueError(f"it has more than {LONGEST_CONFIG} bytes")
+        if not path.is_file():  # reading a pipe would never end
+            raise ValueError("it is no file")
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise Unsupported(f"adapter {name}: {path} can't be read ({error}): is it an adapter's folder, as peft saves it?") from None

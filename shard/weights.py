@@ -96,7 +96,7 @@ class Weights:
         if path is None:
             return None
         stored = self._stored(path, name)
-        if stored.get_dtype().startswith(("F4", "F6")):  # which torch can't convert
+        if stored.get_dtype().startswith(("F4", "F6_")):  # which torch can't convert
             raise Unsupported(f"tensor {name} is stored as {stored.get_dtype()}, a number of 8 bits or more is needed: {AGAIN}")
         found = sliced(stored, None).float().flatten()
         if len(found) not in (1, size):

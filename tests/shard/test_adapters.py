@@ -3,6 +3,7 @@ that are loaded and dropped while the engine runs; refused adapters."""
 
 import functools
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -462,6 +463,12 @@ def test_broken_adapter_configs_are_refused(folder: Path, content: str) -> None:
     check_refused(folder, "adapter_config.json")
 
 
+def test_pipe_in_place_of_an_adapters_config_is_refused(folder: Path) -> None:
+    (folder / adapters.CONFIG).unlink()
+    os.mkfifo(folder / adapters.CONFIG)
+    check_refused(folder, adapters.CONFIG, "it is no file")
+
+
 def test_missing_or_unreadable_adapter_files_are_refused(folder: Path) -> None:
     (folder / lora.WEIGHTS).write_bytes(b"nothing")
     check_refused(folder, lora.WEIGHTS, "can't be read")
@@ -488,6 +495,8 @@ def test_adapter_tensors_that_do_not_fit_the_model_are_refused(folder: Path) -> 
     check_refused(folder, matrix, "[4, 87]", "which is [64, 88]", "different models")
     change_tensors(folder, **{key: stored.int()})
     check_refused(folder, "torch.int32", "a matrix of floats is needed")
+    change_tensors(folder, **{key: stored.double()})
+    load_later(engine_with_room("llama", 1), "x", folder)
     change_tensors(folder, **{key: torch.zeros(4, 44, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
     check_refused(folder, "stored as F4", "8 bits or more")
     change_tensors(folder, **{key: None})
