@@ -199,8 +199,9 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _operators(path: Path) -> str:
-    """A template that the operator names. tokenizer_config.json is text, too, and would be each prompt as a whole."""
-    text = _text(path)
+    """A template that the operator names. tokenizer_config.json is text, too, and would be each prompt as a whole; the mark that
+    some editors put in front would begin each."""
+    text = _text(path).removeprefix("\ufeff")
     with suppress(ValueError, RecursionError):
         if isinstance(json.loads(text), dict):
             raise Unusable(f"the chat template {path} is JSON: write the text of its chat_template into a file, and name that")
