@@ -113,8 +113,7 @@ class Delivery:
         live = zip(grown.parents, grown.tokens, grown.scores, strict=True)
         complete = zip(grown.complete_parents, grown.complete_tokens, grown.complete_scores, strict=True)
         return Grown(
-            tuple(Beam(parent, token, text(token), score) for parent, token, score in live),
-            tuple(Beam(parent, token, text(token), score) for parent, token, score in complete),
+            *(tuple(Beam(parent, token, text(token), score) for parent, token, score in beams) for beams in (live, complete))
         )
 
 

@@ -5,6 +5,7 @@ tokenizer.json, also where the settings say `add_bos_token` or `add_eos_token`.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 SETTINGS = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
 ADDED = "added_tokens_decoder"
+HALF = re.compile(r"[\ud800-\udfff]")  # of a surrogate pair, which UTF-8 has not
 AGAIN = "transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
 
 
@@ -66,8 +68,10 @@ def _tokenizer(path: Path) -> tokenizers.Tokenizer:
             found = tokenizers.Tokenizer.from_str(_as_written(data))
     except OSError as error:
         raise Unusable(f"{path} can't be read: {error.strerror}") from None
-    except Exception as error:  # the library has no narrower one
-        raise Unusable(f"{path} is no tokenizer ({_line(error)}): download it again") from None
+    except BaseException as error:  # the library has none narrower than Exception, and its panics are not even that
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise Unusable(f"{path} is no tokenizer ({_line(error)}): download it again") from None
+        raise
     found.no_truncation()
     found.no_padding()
     return found
@@ -134,8 +138,7 @@ def _unnamed(settings: Mapping[str, Any]) -> Iterator[str]:
     """Special tokens without a particular role."""
     for field in ("additional_special_tokens", "extra_special_tokens"):
         for token in settings[field] if isinstance(settings.get(field), list) else ():
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
+            if text := _word(token):
                 yield text
 
 
@@ -158,11 +161,16 @@ def _eos_ids(folder: Path, tokenizer: tokenizers.Tokenizer, named: str | None) -
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Names to texts; a token is written as a string or as an object with its content."""
+    """Names to texts."""
     extra = settings.get("extra_special_tokens")
     given = {name: settings.get(name) for name in SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
-    found = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
-    return {name: token for name, token in found.items() if token and isinstance(token, str)}
+    return {name: text for name, token in given.items() if (text := _word(token))}
+
+
+def _word(token: Any) -> str:
+    """The text of a special token, written as a string or as an object with its content; "": none that a text may have."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) and not HALF.search(text) else ""
 
 
 def _named(settings: dict[str, Any], mapped: dict[str, Any]) -> dict[str, str]:
@@ -191,8 +199,9 @@ def _templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _operators(path: Path) -> str:
-    """A template that the operator names. tokenizer_config.json is text, too, and would be each prompt as a whole."""
-    text = _text(path)
+    """A template that the operator names. tokenizer_config.json is text, too, and would be each prompt as a whole; the mark that
+    some editors put in front would begin each."""
+    text = _text(path).removeprefix("\ufeff")
     with suppress(ValueError, RecursionError):
         if isinstance(json.loads(text), dict):
             raise Unusable(f"the chat template {path} is JSON: write the text of its chat_template into a file, and name that")
@@ -221,5 +230,5 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]

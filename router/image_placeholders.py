@@ -38,12 +38,15 @@ class ImagePlacer:
         if form is None:
             kind = model.get("model_type")
             raise Misconfigured(f"--max-images {config.max_images}: models of type {kind!r} see no images here; leave it out")
-        place = model.get("image_token_id", model.get("image_token_index", added_id(form.word)))
+        named = (model[name] for name in ("image_token_id", "image_token_index") if model.get(name) is not None)
+        place = next(named, added_id(form.word))
         ids = [added_id(name) for name in form.breaks or ()]
-        if not isinstance(place, int) or None in ids:
+        if place is None or None in ids:
             raise Misconfigured(
                 f"the tokenizer of {config.folder} has no {form.breaks or form.word}, which a prompt with images needs"
             )
+        if type(place) is not int or not 0 <= place < IDS:
+            raise Misconfigured(f"config.json says image_token_id {place!r}, the id of a token is needed: download it again")
         if form.tiles and encode(form.tiles.written(token_text(place), 1, 1)).count(place) != 2:
             raise Misconfigured(f"config.json says image_token_id {place}, which the tokenizer does not make of {form.word}")
         self._place = place

@@ -172,8 +172,12 @@ def _opened(data: bytes) -> Any:
         if width * height > MOST_PIXELS:
             raise UnusableImage(f"has {width} x {height} pixels: at most {MOST_PIXELS} are read")
         image.load()
-        with suppress(SyntaxError):  # EXIF is no TIFF: the pixels are sound, or would not have been loaded
+        try:
             ImageOps.exif_transpose(image, in_place=True)
+        except MemoryError:
+            raise
+        except Exception:  # Pillow reads all of EXIF, and writes it again: what is broken there says nothing of the pixels
+            pass
         if image.mode.startswith("I;16"):  # Pillow would make white of all above 255
             image = image.point(lambda value: value / 256)
         return image.convert("RGB")

@@ -56,7 +56,8 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(tree)
-        except (jinja2.TemplateError, RecursionError) as error:
+        # Python, which compiles what Jinja makes of it, finds others: `break` outside of a loop, too deep a nest, endless numbers.
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise Refused(f"the chat template is no template: {error}", "chat_template") from error
         self._special_tokens = special_tokens
         self.reads_messages = any(name.name == "messages" for name in tree.find_all(nodes.Name))
@@ -199,6 +200,9 @@ class ChatTemplate:
                 size += len(piece)
                 if size > MAX_OUTPUT:
                     raise Refused(f"the chat template writes more than {MAX_OUTPUT} characters", "messages")
+            text = "".join(found)
+            text.encode()  # no tokenizer takes half of a surrogate pair, which a template may write
+            return text
         # A template is untrusted code, run on a client's data: it may fail in any of these ways.
         except (
             jinja2.TemplateError,
@@ -207,11 +211,10 @@ class ChatTemplate:
             LookupError,
             ArithmeticError,
             AttributeError,
-            RecursionError,
+            RuntimeError,
             MemoryError,
         ) as error:
             raise Refused(f"the chat template refuses the messages: {error or type(error).__name__}", "messages") from error
-        return "".join(found)
 
 
 def choose(templates: Mapping[str, str], chat: Chat) -> str | None:

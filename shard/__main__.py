@@ -18,7 +18,7 @@ import grpc
 import torch
 
 from ..kernels.dispatch import force
-from ..proto import certificates, rpc, settings
+from ..proto import certificates, link, rpc, settings
 from ..proto.process import configure_logging, die_with_parent
 from .config import ShardConfig
 from .engine import Engine
@@ -110,7 +110,11 @@ def _work(config: ShardConfig, service: Service, load: Load, end: Callable[[int]
         torch.set_num_threads(config.threads)
         force(config.kernels)
         began = time.perf_counter()
-        relay = Sender(config)
+        try:
+            relay = Sender(config)
+        except OSError as error:
+            place = config.relay_address or config.relay
+            raise RendezvousFailed(f"can't listen for the other ranks at {place}: {link.reason(error)}") from None
         try:
             engine = load(config, lambda stage: setattr(service, "stage", stage))
         except (MemoryError, RuntimeError) as error:

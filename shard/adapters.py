@@ -78,10 +78,8 @@ class Adapter:
         with the remedy."""
         self.name = name
         self._dtype, self._device = dtype, device
-        self._config = _config(name, folder / CONFIG)
+        self._config = _config(name, folder / CONFIG, tame)
         patterns = self._config.get("alpha_pattern") or {}
-        if tame:
-            _check_tame(name, patterns)
         if not (folder / WEIGHTS).is_file():
             raise Unsupported(f"adapter {name}: {folder} has no {WEIGHTS}: save it with peft as safetensors")
         self._file = opened(folder / WEIGHTS)
@@ -144,6 +142,9 @@ class Adapter:
         if key is None:
             raise Unsupported(f"adapter {self.name} has no lora_{factor} for {matrix}: download it again")
         self._unread.discard((matrix, factor))
+        kind = self._file.get_slice(key).get_dtype()
+        if kind.startswith(("F4", "F6_")):  # several numbers in a byte, which torch can't convert
+            raise Unsupported(f"adapter {self.name}: {key} is stored as {kind}, a number of 8 bits or more is needed")
         found: Tensor = self._file.get_tensor(key)
         if not found.is_floating_point() or found.dim() != 2:
             raise Unsupported(f"adapter {self.name}: {key} is {list(found.shape)} of {found.dtype}, a matrix of floats is needed")
@@ -159,10 +160,12 @@ class Adapter:
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
-def _config(name: str, path: Path) -> dict[str, Any]:
+def _config(name: str, path: Path, tame: bool) -> dict[str, Any]:
     try:
         if path.stat().st_size > LONGEST_CONFIG:
             raise ValueError(f"it has more than {LONGEST_CONFIG} bytes")
+        if not path.is_file():  # reading a pipe would never end
+            raise ValueError("it is no file")
         found: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise Unsupported(f"adapter {name}: {path} can't be read ({error}): is it an adapter's folder, as peft saves it?") from None
@@ -180,6 +183,8 @@ def _config(name: str, path: Path) -> dict[str, Any]:
             "model's own (peft's path_initial_model_for_weight_conversion)"
         )
     patterns = found.get("alpha_pattern") or {}
+    if tame and isinstance(patterns, dict):
+        _check_tame(name, patterns)  # before they are compiled, which may take long, too
     try:
         if not isinstance(patterns, dict):
             raise TypeError("an object is needed")

@@ -5,7 +5,6 @@ With one rank everything here does nothing, and torch.distributed is not started
 """
 
 import logging
-import os
 import socket
 import threading
 import time
@@ -19,6 +18,8 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 from torch.nn import functional
+
+from ..proto.link import reason
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +143,6 @@ def _store(rank: int, size: int, meeting: Meeting, timeout: timedelta) -> Any:
         try:
             listening = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
         except OSError as error:
-            why = os.strerror(error.errno or 0)
-            raise RendezvousFailed(f"the ranks can't meet at {address}, port {port}: {why}") from None
+            raise RendezvousFailed(f"the ranks can't meet at {address}, port {port}: {reason(error)}") from None
         settings |= {"master_listen_fd": listening.detach(), "wait_for_workers": False}
     return distributed.TCPStore(address, port, size, **settings)  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +95,10 @@ class Weights:
         path = self._places.get(name)
         if path is None:
             return None
-        found = sliced(self._stored(path, name), None).float().flatten()
+        stored = self._stored(path, name)
+        if stored.get_dtype().startswith(("F4", "F6_")):  # which torch can't convert
+            raise Unsupported(f"tensor {name} is stored as {stored.get_dtype()}, a number of 8 bits or more is needed: {AGAIN}")
+        found = sliced(stored, None).float().flatten()
         if len(found) not in (1, size):
             raise Unsupported(f"tensor {name} has {len(found)} numbers, by config.json there are {size}: {AGAIN}")
         return found.expand(size).contiguous().to(self.device)
@@ -168,7 +172,7 @@ def _places(folder: Path) -> dict[str, Path]:
         for name, file in names.items():
             if not isinstance(file, str):
                 raise Unsupported(f"{index} says that tensor {name} is in {file!r:.40}, a file's name is needed: download it again")
-        missing = sorted({file for file in names.values() if not (folder / file).is_file()})
+        missing = sorted({file for file in names.values() if not os.path.isfile(folder / file)})  # False for impossible names, too
         if missing:
             raise Unsupported(f"{folder} lacks {', '.join(missing)}, which {INDEX} lists: complete the download")
         return {name: folder / file for name, file in names.items()}

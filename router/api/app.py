@@ -40,7 +40,7 @@ from .tgi import Tgi
 from .unanswered import PATIENCE, UNANSWERED, Unanswered
 
 PROBES = {"/", HEALTH, READY, LIVE, "/ping"}  # asked by load balancers, which have no API key
-# open paths beside the probes: polled all the time, so that they are not logged either
+# polled all the time, so that they are not logged, as little as the probes; an API key is asked for
 SILENT = {"/metrics", "/stats", "/favicon.ico"}
 CLOSE = {"Connection": "close"}
 LONG = 1 << 18  # bytes of an answer that does not fit into the socket buffers

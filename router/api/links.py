@@ -115,7 +115,7 @@ class ImageLoader:
             raise Refused(f"{name} is redirected to a URL that is none of http or https", "inputs")
         if url.user is not None or url.password is not None:
             raise _failed(name, url, "a URL must not hold a name or a password")
-        host = f"[{url.host}]" if ":" in (url.host or "") else url.host
+        host = url.host_subcomponent  # as it is looked up: --image-hosts has names in ASCII, too
         if not self._public and not {host, f"{host}:{url.port}"} & self._hosts:
             raise _failed(name, url, "it is none of the hosts that images may come from (--image-hosts)")
 
@@ -166,7 +166,7 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(found.packed[-4:])
         if inner is not None:
             return is_public(str(inner))
-        if found.teredo is not None or found in LOCAL_NAT64:
+        if found.teredo is not None or found in LOCAL_NAT64 or found.is_site_local:  # which is_global takes for public
             return False
     return found.is_global and not found.is_multicast
 

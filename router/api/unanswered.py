@@ -47,7 +47,8 @@ class Unanswered:
         self.closed = True
         soon = asyncio.get_running_loop().time() + HURRY
         for limit in self._reading:
-            limit.reschedule(min(limit.when() or soon, soon))
+            if not limit.expired():  # its reader may not have heard of it yet
+                limit.reschedule(min(limit.when() or soon, soon))
         self._look()
         return self._none
 

@@ -1,6 +1,5 @@
 """Validation of config.json: any field may hold anything, so what is read of it is checked here."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -204,7 +203,7 @@ def number(values: Mapping[str, Any], name: str, default: float | None = None, m
     value = values[name] if default is None else values.get(name)
     if value is None and default is not None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and 0 < value <= most):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
         raise Unsupported(f"config.json says {name} {shown(value)}, a number above 0 up to {most:g} is needed: {AGAIN}")
     return float(value)
 

@@ -2,7 +2,6 @@
 attention to pools of tokens; manifold-constrained hyper-connections (mHC), whose streams are mixed with each other."""
 
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 from .fields import AGAIN, INDEXED, LEAST, LINEAR, SIZES, Config, boolean, expect, number, said, shown, whole
@@ -84,7 +83,7 @@ def _inner(config: Config) -> Config:
 
 def _linear(given: Config, layers: frozenset[int]) -> KimiDeltaShape:
     bound: Any = given["linear_lower_bound"]
-    if bound is not None and (type(bound) not in (int, float) or not (isfinite(bound) and bound < 0)):
+    if bound is not None and (type(bound) not in (int, float) or not -1e12 <= bound < 0):
         raise Unsupported(f"config.json says linear_lower_bound {shown(bound)}, a number below 0, or null, is needed: {AGAIN}")
     return kimi_delta(given, layers, float(bound or 0))
 

@@ -298,17 +298,15 @@ def _gpt_neox(config: Config) -> Shape:
 
 def _dbrx(config: Config) -> Shape:
     """DBRX (Databricks 2024): stacked experts, layer norms without biases."""
-    within = config.get("ffn_config") or {}
+    within = _object(config, "ffn_config")
     given = DBRX | config | {"intermediate_size": within.get("ffn_hidden_size", 3584)}
-    activation, shares = within.get("ffn_act_fn") or {}, config.get("moe_normalize_expert_weights", 1)
+    activation, shares = _object(within, "ffn_act_fn"), config.get("moe_normalize_expert_weights", 1)
     if shares not in (None, 1):
         raise Unsupported(
             f"moe_normalize_expert_weights {shown(shares)} is not supported: for this family the decoder has 1, by which shares "
             "add up to 1, and null"
         )
     layout = Layout(roots=("transformer.",), layers="blocks", names=DBRX_NAMES, joint=True)
-    if not isinstance(activation, dict):
-        raise Unsupported(f"config.json says ffn_act_fn {shown(activation)}, an object with a name is needed: {AGAIN}")
     base = _base(given | {"hidden_act": activation.get("name")}, ("silu",), layout)
     if base.rope.theta != config.get("rope_theta", base.rope.theta):
         raise Unsupported(
@@ -324,6 +322,14 @@ def _dbrx(config: Config) -> Shape:
         names=("w1", "v1", "w2"),
     )
     return replace(base, qkv_limit=cap(config, "clip_qkv", None), mixtures=(mixture,) * base.layers)
+
+
+def _object(values: Config, name: str) -> Config:
+    """A field with fields of its own; {}: there is none."""
+    found = values.get(name) or {}
+    if not isinstance(found, dict):
+        raise Unsupported(f"config.json says {name} {shown(found)}, an object is needed: {AGAIN}")
+    return found
 
 
 def _falcon(config: Config) -> Shape:

@@ -261,6 +261,21 @@ def test_cors_headers_follow_the_allowed_origins(tokenizer: Tokenizer, allowed: 
     serve(tokenizer, test, settings={"cors_allow_origin": allowed, "api_keys": ("key",)})
 
 
+def test_shutdown_in_the_moment_when_a_body_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unanswered, "PATIENCE", 0.0)
+    ended: list[asyncio.Event] = []
+
+    async def late(requests: unanswered.Unanswered) -> None:
+        with requests.one():
+            async with requests.reading():
+                asyncio.get_running_loop().call_soon(lambda: ended.append(requests.close()))  # between the timeout and its reader
+                await asyncio.sleep(5)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(late(unanswered.Unanswered()))
+    assert ended[0].is_set()
+
+
 def test_body_that_does_not_arrive_in_time_is_a_408(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unanswered, "PATIENCE", 0.2)
 

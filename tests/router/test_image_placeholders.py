@@ -206,6 +206,14 @@ def test_idefics_2_quarters_share_the_token_between_them(tmp_path: Path) -> None
     assert image_ids[:5] == image_ids[10:] != image_ids[5:10]
 
 
+def test_image_token_id_null_means_the_tokenizers_own(tmp_path: Path) -> None:
+    tokenizer = make_image_model(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_token_id": None}))
+    [image] = validate(tmp_path, tokenizer, PLACEHOLDER, images=[IMAGE]).images
+    assert image.rows
+
+
 def test_image_token_id_that_is_not_the_placeholders_is_refused_at_startup(tmp_path: Path) -> None:
     tokenizer = make_image_model(tmp_path, "smolvlm")
     model = json.loads((tmp_path / "config.json").read_text())
@@ -286,7 +294,9 @@ def test_invalid_prompt_with_images_is_refused(
     [
         ({"model_type": "llama"}, "--max-images 1: models of type 'llama' see no images here; leave it out"),
         ({"model_type": "mistral3"}, "has no ('[IMG_BREAK]', '[IMG_END]'), which a prompt with images needs"),
-        ({"image_token_id": None}, "has no <|image_pad|>, which a prompt with images needs"),
+        ({"image_token_id": -200}, "config.json says image_token_id -200, the id of a token is needed"),
+        ({"image_token_id": 1 << 32}, "config.json says image_token_id 4294967296, the id of a token is needed"),
+        ({"image_token_id": True}, "config.json says image_token_id True, the id of a token is needed"),
     ],
 )
 def test_max_images_for_a_model_without_images_is_refused_at_startup(

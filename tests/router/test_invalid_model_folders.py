@@ -17,6 +17,11 @@ from penstock.router.validation import Parameters, Validator
 from penstock.tests.router.fake_batcher import make_tokenizer
 from penstock.tests.router.test_text import byte_fallback, save
 
+# A normalizer for which the library panics: pyo3's PanicException is no Exception.
+PANIC = (
+    b'{"normalizer": {"type": "Precompiled", "precompiled_charsmap": null}, "model": {"type": "BPE", "vocab": {}, "merges": []}}'
+)
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -30,11 +35,13 @@ def folder(tmp_path: Path) -> Path:
         ("tokenizer.json", b"", "tokenizer.json is no tokenizer"),
         ("tokenizer.json", b"[]", "tokenizer.json is no tokenizer"),
         ("tokenizer.json", b'{"a":' * 100_000, "tokenizer.json is no tokenizer"),
+        ("tokenizer.json", PANIC, "tokenizer.json is no tokenizer (Precompiled: "),
         ("tokenizer_config.json", b"{", "tokenizer_config.json is no JSON"),
         ("tokenizer_config.json", b'{"a":' * 100_000, "tokenizer_config.json is no JSON"),
         ("tokenizer_config.json", b"\xff", "tokenizer_config.json is no JSON"),
         ("tokenizer_config.json", b"[]", "tokenizer_config.json holds no JSON object"),
         ("tokenizer_config.json", b'{"chat_template": "{% for %}"}', 'the chat template "default" cannot be used'),
+        ("tokenizer_config.json", b'{"chat_template": "{% break %}"}', 'the chat template "default" cannot be used'),
         ("tokenizer_config.json", b'{"chat_template": {"default": 5}}', "have no names or no texts"),
         ("tokenizer_config.json", b'{"chat_template": [{"template": "x"}]}', "have no names or no texts"),
         ("special_tokens_map.json", b"5", "special_tokens_map.json holds no JSON object"),
@@ -64,9 +71,9 @@ def test_file_without_read_permission_is_reported_as_such(
         Tokenizer(folder)
 
 
-@pytest.mark.parametrize("token", [5, ["</s>"], {}, {"content": 5}, {"text": "x"}])
-def test_special_tokens_that_are_not_strings_are_ignored(folder: Path, token: object) -> None:
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+@pytest.mark.parametrize("token", [5, ["</s>"], {}, {"content": 5}, {"text": "x"}, "\ud83d", {"content": "\ud83d"}])
+def test_special_tokens_that_are_no_texts_are_ignored(folder: Path, token: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token, "additional_special_tokens": [token]}))
     assert Tokenizer(folder).eos_ids == ()
 
 

@@ -180,6 +180,7 @@ def test_redirect_to_a_private_address_is_refused(monkeypatch: pytest.MonkeyPatc
         ("2001:0:4136:e378:8000:63bf:3fff:fdd2", False),  # Teredo
         ("224.0.0.1", False),
         ("ff0e::1", False),
+        ("fec0::1", False),  # site-local
         *(
             (one, False)
             for one in ("127.0.0.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.0.1", "169.254.169.254", "100.64.0.1")
@@ -192,6 +193,22 @@ def test_redirect_to_a_private_address_is_refused(monkeypatch: pytest.MonkeyPatc
 )
 def test_is_public_classifies_addresses(address: str, public: bool) -> None:
     assert is_public(address) == public
+
+
+@pytest.mark.parametrize("hosts", ["public", "x"])
+def test_host_that_is_no_internationalized_name_is_refused(hosts: str) -> None:
+    async def test(port: int, get: Get) -> None:
+        assert (await refusal(get("http://xn--/image"))).startswith("image 1 can't be had from xn--: ")
+
+    assert serving(test, image_hosts=hosts) == []
+
+
+def test_image_hosts_match_internationalized_names_in_ascii() -> None:
+    async def test(port: int, get: Get) -> None:
+        for host in ("xn--tda.invalid", "ü.invalid"):
+            assert await refusal(get(f"http://{host}/")) == "image 1 can't be had from xn--tda.invalid: it can't be reached"
+
+    assert serving(test, image_hosts="xn--tda.invalid") == []
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://x/y", "gopher://x", "x.png", "", "http://", "//x/y", "http:x"])

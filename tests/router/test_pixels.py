@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import random
+import struct
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -605,6 +606,15 @@ def test_16_bit_grey_images_keep_their_shades(folder: Path) -> None:
 def test_broken_exif_is_ignored(folder: Path, form: str) -> None:
     image = noise_image(56, 112)
     [found, expected] = prepared(folder, encoded(image, form, lossless=True, exif=b"Exif\0\0junkjunk"), encoded(image))
+    assert found == expected
+
+
+def test_orientation_is_applied_where_the_rest_of_exif_is_broken(folder: Path) -> None:
+    """Pillow writes EXIF again without the orientation, and fails where a value is not of its tag's type."""
+    image = noise_image(56, 112)
+    entries = (struct.pack("<HHII", *entry) for entry in ((0x0112, 3, 1, 6), (0x0101, 5, 1, 26)))
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + b"".join(entries) + bytes(20)
+    [found, expected] = prepared(folder, encoded(image, exif=exif), encoded(image.transpose(Image.Transpose.ROTATE_270)))
     assert found == expected
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_processes")
 
 SOURCE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ tools }}{{ documents }}{{ mood }}"
 CHAT = Chat(
-    messages=[{"role": "user", "content": "né \u2028 🦊 \ud800", "n": 10**30}],
+    messages=[{"role": "user", "content": "né \u2028 🦊", "n": 10**30}],
     tools=[{"a": 1.5}],
     documents=[{"text": "d"}],
     variables={"mood": "gay"},
@@ -47,6 +47,12 @@ def test_refusal_names_messages_or_the_chat_template(renderer: Renderer) -> None
         with pytest.raises(Refused) as refused:
             render(renderer, source)
         assert refused.value.parameter == parameter
+
+
+def test_half_of_a_surrogate_pair_is_refused(renderer: Renderer) -> None:
+    """No tokenizer takes it."""
+    with pytest.raises(Refused, match="surrogates not allowed"):
+        render(renderer, "{{ messages[0].content }}", Chat(messages=[{"role": "user", "content": "cut \ud83d"}]))
 
 
 def test_message_that_the_template_drops_is_refused(renderer: Renderer) -> None:

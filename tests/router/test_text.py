@@ -441,6 +441,8 @@ def test_chat_template_option_overrides_the_folders_template_and_detected_parser
     assert chat_prompt(tokenizer) == "user: [TOOL_CALLS]"
     assert tokenizer.parsers == ("mistral", None)
     assert Tokenizer(tmp_path, str(path), parsers=("none", "granite")).parsers == (None, "granite")
+    path.write_text("{{ messages[0].role }}", encoding="utf-8-sig")  # as some editors save it
+    assert chat_prompt(Tokenizer(tmp_path, str(path))) == "user"
     with pytest.raises(Unusable, match="cannot be read"):
         Tokenizer(tmp_path, str(tmp_path / "missing.jinja"))
 

@@ -3,6 +3,7 @@ that are loaded and dropped while the engine runs; refused adapters."""
 
 import functools
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import transformers
 
 from penstock.kernels.linear import Invariance
+from penstock.shard import adapters
 from penstock.shard.adapters import Adapter
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Search, Stop
@@ -343,6 +345,14 @@ def test_untrusted_alpha_patterns_with_slow_regexes_are_refused(folder: Path, pa
             Adapter("mine", folder, torch.float32, tiny.CPU, tame=True)
 
 
+def test_untrusted_alpha_patterns_with_slow_regexes_are_not_even_compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of all letters takes 5 ms, and there is room for 45,000 of them."""
+    change_config(folder, alpha_pattern={"(?i:[\0-\U0010ffff])": 3})
+    monkeypatch.setattr(adapters, "_within", lambda pattern: pytest.fail("compiled"))
+    with pytest.raises(Unsupported, match=r"adapter mine: .* says alpha_pattern .*--lora-adapters"):
+        Adapter("mine", folder, torch.float32, tiny.CPU, tame=True)
+
+
 def test_too_many_patterns_and_too_long_names_are_refused(folder: Path) -> None:
     change_config(folder, alpha_pattern={f"layers.{i}": 1 for i in range(1001)})
     with pytest.raises(Unsupported, match="has 1001 patterns in alpha_pattern, up to 1000"):
@@ -453,6 +463,12 @@ def test_broken_adapter_configs_are_refused(folder: Path, content: str) -> None:
     check_refused(folder, "adapter_config.json")
 
 
+def test_pipe_in_place_of_an_adapters_config_is_refused(folder: Path) -> None:
+    (folder / adapters.CONFIG).unlink()
+    os.mkfifo(folder / adapters.CONFIG)
+    check_refused(folder, adapters.CONFIG, "it is no file")
+
+
 def test_missing_or_unreadable_adapter_files_are_refused(folder: Path) -> None:
     (folder / lora.WEIGHTS).write_bytes(b"nothing")
     check_refused(folder, lora.WEIGHTS, "can't be read")
@@ -479,6 +495,10 @@ def test_adapter_tensors_that_do_not_fit_the_model_are_refused(folder: Path) -> 
     check_refused(folder, matrix, "[4, 87]", "which is [64, 88]", "different models")
     change_tensors(folder, **{key: stored.int()})
     check_refused(folder, "torch.int32", "a matrix of floats is needed")
+    change_tensors(folder, **{key: stored.double()})
+    load_later(engine_with_room("llama", 1), "x", folder)
+    change_tensors(folder, **{key: torch.zeros(4, 44, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)})
+    check_refused(folder, "stored as F4", "8 bits or more")
     change_tensors(folder, **{key: None})
     check_refused(folder, f"has no lora_A for {matrix}", "download it again")
     change_tensors(folder, **{key: stored, "base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": stored.clone()})

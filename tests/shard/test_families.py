@@ -774,6 +774,7 @@ DIFFERENT_PARTIAL_ROTARY_FACTORS = {
         (config("Glm4MoeForCausalLM", n_group=32), "num_experts_per_tok 8, of 4 experts"),
         (config("Glm4MoeForCausalLM", first_k_dense_replace=-1), "first_k_dense_replace -1, an integer from 0"),
         (config("Glm4MoeForCausalLM", routed_scaling_factor=0), "routed_scaling_factor 0, a number above 0"),
+        (config("Glm4MoeForCausalLM", routed_scaling_factor=10**400), "routed_scaling_factor 10*, a number above 0"),
         (config("Ernie4_5ForCausalLM", use_bias=True), "use_bias true is not supported"),
         (config("Ernie4_5_MoeForCausalLM", moe_layer_end_index=-2), "moe_layer_end_index -2, an integer from -1"),
         (config("Exaone4ForCausalLM", sliding_window_pattern="LLLG"), "sliding_window_pattern 'LLLG', an integer"),

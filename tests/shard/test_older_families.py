@@ -136,7 +136,8 @@ def test_learned_positions_omit_the_offset_rows_of_opt(load_format: str) -> None
     ("architecture", "fields", "words"),
     [
         ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "post_layernorm true is not supported"),
-        ("DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": "silu"}}, "ffn_act_fn 'silu', an object with a name"),
+        ("DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": "silu"}}, "ffn_act_fn 'silu', an object is needed"),
+        ("DbrxForCausalLM", {"ffn_config": 5}, "ffn_config 5, an object is needed"),
         ("DbrxForCausalLM", {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}}, "hidden_act 'gelu' is not supported"),
         ("DbrxForCausalLM", {"ffn_config": {"moe_normalize_expert_weights": 2}}, "moe_normalize_expert_weights 2 is not supported"),
         (

@@ -238,6 +238,24 @@ def test_rendezvous_port_in_use_is_reported() -> None:
             parallel.Ranks(0, 2, tiny.CPU, ("127.0.0.1", port))
 
 
+def test_rendezvous_at_an_unknown_name_is_reported() -> None:
+    with pytest.raises(RendezvousFailed, match=r"can't meet at nowhere\.invalid, port 1: (?!Unknown error)\w.*$"):
+        parallel.Ranks(0, 2, tiny.CPU, ("nowhere.invalid", 1))
+
+
+def test_relay_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        config = ShardConfig(
+            folder="", model="", ranks=2, local_ranks=1, relay_address=place, socket=str(tmp_path / "rank-0"), meeting=""
+        )
+        command = [sys.executable, "-m", "penstock.shard", settings.dump(config)]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert f"can't listen for the other ranks at {place}: Address already in use" in ended.stdout
+    assert "Traceback" not in ended.stdout
+
+
 # Prints whether the all-reduced sum of seven rows begins with that of the first row alone.
 ALL_REDUCE_SCRIPT = """
 import sys, torch

@@ -356,6 +356,26 @@ def test_config_json_that_is_not_an_object_is_refused(checkpoint: Path, content:
     assert_refused(checkpoint, "config.json", message, "an object is needed: download it again")
 
 
+@pytest.mark.parametrize("file", ["a" * 300, "x\0", "\ud83d", ""])
+def test_index_entry_that_no_file_can_have_as_its_name_is_refused(sharded_checkpoint: Path, file: str) -> None:
+    index = json.loads((sharded_checkpoint / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = file
+    (sharded_checkpoint / INDEX).write_text(json.dumps(index))
+    assert_refused(sharded_checkpoint, f"lacks {file}", "complete the download")
+
+
+@pytest.mark.parametrize(("kind", "length"), [("F6_E2M3", 3), ("F4", 2), ("F64", 32)])
+def test_scale_of_fewer_bits_than_a_byte_is_refused(tmp_path: Path, kind: str, length: int) -> None:
+    header = json.dumps({"k_scale": {"dtype": kind, "shape": [4], "data_offsets": [0, length]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(length))
+    source = Weights(tmp_path, torch.float32, tiny.CPU, lambda read: None)
+    if length < 4:
+        with pytest.raises(Unsupported, match=f"k_scale is stored as {kind}, a number of 8 bits or more"):
+            source.scale("k_scale", 4)
+    else:
+        assert torch.zeros(4).equal(source.scale("k_scale", 4))
+
+
 @pytest.mark.parametrize("file", [7, None, ["a"], {}, True])
 def test_index_entry_that_is_not_a_file_name_is_refused(sharded_checkpoint: Path, file: Any) -> None:
     index = json.loads((sharded_checkpoint / INDEX).read_text())
