@@ -237,7 +237,6 @@ def test_number_of_requests_is_measured_after_seconds_of_warm_up(load: list[str]
     """As after a number of requests, however many of them the warm-up takes."""
     [stage], _ = bench(Behaviour(gap=0.02), tmp_path, *load, "--requests", "6", "--warm-up", "0.5s", "--output", "3")
     assert stage["requests"]["counted"] == stage["requests"]["answered"] == 6
-    assert stage["requests"]["sent"] > 6
 
 
 def test_progress_of_a_number_of_requests_is_that_of_the_measured_ones() -> None:

@@ -102,7 +102,7 @@ for one in kernels:
             assert len(behind) == 2, one.name  # programs with nothing to do wait as well
         print("early:", one.name, launches, writes, accesses)
     if one.name in ("sampling draw", "sampling weigh"):
-        print("vector loads:", one.constants["CHANGED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
+        print("vector loads:", one.constants["MASKED"], compile._compiled(one, hopper).asm["ptx"].count("ld.global.v4.b32"))
     if one.name in ("product down 16", "product vocabulary 32", "product output 64", "product gated 16"):
         code = compile._compiled(one, hopper).asm["ptx"]
         print("wgmma:", "wgmma.mma_async" in code, "mma.sync" in code, "cp.async.cg" in code, code.count("ld.global"))
