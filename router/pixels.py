@@ -176,8 +176,8 @@ def _opened(data: bytes) -> Any:
             ImageOps.exif_transpose(image, in_place=True)
         except MemoryError:
             raise
-        except Exception:  # Pillow reads all of EXIF, and writes it again: what is broken there says nothing of the pixels
-            pass
+        except Exception as error:  # Pillow reads all of EXIF, and writes it again: what is broken there says nothing of the pixels
+            logger.debug("an image's EXIF is left out: %r", error)
         if image.mode.startswith("I;16"):  # Pillow would make white of all above 255
             image = image.point(lambda value: value / 256)
         return image.convert("RGB")
