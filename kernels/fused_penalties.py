@@ -17,18 +17,13 @@ from torch import Tensor
 
 from .compilation import EARLY_TARGETS, Compilation
 from .dependent_launch import begin_early, wait
+from .row_logits import is_allowed
 from .sampling import LARGEST, Penalties
 
 ENTRIES = 1024  # entries of a row that a program works on at once; not fewer than it has threads, or several would have the same
 BUCKETS = 64  # buckets whose largest logits it looks for at once
 WARPS = 8
 MOST = tl.constexpr(LARGEST)
-
-
-@triton.jit
-def _allowed(words, token):  # type: ignore[no-untyped-def]
-    """Whether a grammar allows tokens, by the words of its mask that hold their bits."""
-    return ((words >> (token % 32)) & 1) != 0
 
 
 @triton.jit(
@@ -84,7 +79,7 @@ def penalize_kernel(
         new += bias
         tl.store(olds + entry, old, mask=inside)
         tl.store(logits + token, new, mask=inside)
-        listed = inside & _allowed(words, token) & ((old >= largest) | (new > largest))
+        listed = inside & is_allowed(words, token) & ((old >= largest) | (new > largest))
         to = number + tl.cumsum(listed.to(tl.int32), 0) - listed.to(tl.int32)
         tl.store(found + start + to, bucket, mask=listed)
         number += tl.sum(listed.to(tl.int32), 0)
@@ -95,7 +90,7 @@ def penalize_kernel(
         words = tl.load(mask + bucket, mask=(place < number) & (bucket < mask_stride), other=-1)
         token = bucket[:, None] * 32 + tl.arange(0, 32)[None, :]
         values = tl.load(logits + token, mask=(place < number)[:, None] & (token < vocabulary), other=float("-inf"))
-        values = tl.where(_allowed(words[:, None], token), values, float("-inf"))
+        values = tl.where(is_allowed(words[:, None], token), values, float("-inf"))
         tl.store(maxima + bucket, tl.max(values, 1), mask=place < number)
 
 

@@ -71,13 +71,19 @@ def row_logits(logits, mask, row, stride, mask_stride):  # type: ignore[no-untyp
 
 
 @triton.jit
+def is_allowed(words, token):  # type: ignore[no-untyped-def]
+    """Whether a grammar allows tokens, by the words of its mask that hold their bits."""
+    return ((words >> (token % 32)) & 1) != 0
+
+
+@triton.jit
 def logits_at(given, column, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Logits of a row; with MASKED, -inf for tokens that its grammar doesn't allow. Bit i of word w is token 32 w + i."""
     # Masked by its bits, each would be loaded alone, not four at a time.
     values = tl.load(given.logits + column, mask=inside, other=float("-inf"))
     if MASKED:
         words = tl.load(given.mask + column // 32, mask=inside & (column // 32 < given.mask_stride), other=-1)
-        values = tl.where(((words >> (column % 32)) & 1) != 0, values, float("-inf"))
+        values = tl.where(is_allowed(words, column), values, float("-inf"))
     return values
 
 
@@ -168,6 +174,13 @@ def lowest_logit(best, heat, mean, least):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _kept_scores(given, best, heat, limit, column, vocabulary, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores of tokens that are not below `limit`, -inf for all others."""
+    values = logits_at(given, column, column < vocabulary, MASKED)
+    return tl.where((values >= limit) & (values > float("-inf")), tl.div_rn(values - best, heat), float("-inf"))
+
+
+@triton.jit
 def far_typical(  # type: ignore[no-untyped-def]
     given, best, heat, limit, share, vocabulary, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -175,9 +188,7 @@ def far_typical(  # type: ignore[no-untyped-def]
     a share of their mass."""
     sums, products = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        values = logits_at(given, column, column < vocabulary, MASKED)
-        scores = tl.where((values >= limit) & (values > float("-inf")), tl.div_rn(values - best, heat), float("-inf"))
+        scores = _kept_scores(given, best, heat, limit, start + tl.arange(0, BLOCK), vocabulary, MASKED)
         sums += tl.exp(scores)
         products += tl.where(scores > float("-inf"), tl.exp(scores) * scores, 0.0)
     total = tl.sum(sums, 0)
@@ -187,9 +198,7 @@ def far_typical(  # type: ignore[no-untyped-def]
         middle = low + ((high - low) >> 1)
         near = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocabulary, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            values = logits_at(given, column, column < vocabulary, MASKED)
-            scores = tl.where((values >= limit) & (values > float("-inf")), tl.div_rn(values - best, heat), float("-inf"))
+            scores = _kept_scores(given, best, heat, limit, start + tl.arange(0, BLOCK), vocabulary, MASKED)
             near += tl.where(tl.abs(scores - mean) <= middle.to(tl.float32, bitcast=True), tl.exp(scores), 0.0)
         enough = tl.sum(near, 0) >= share * total
         low, high = tl.where(enough, low, middle + 1), tl.where(enough, middle, high)
