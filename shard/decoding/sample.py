@@ -25,8 +25,10 @@ class Sample:
         if group.waiting:
             [first] = group.sequences
             sampling = sampling_of(group, first.tokens)
-            place, counts = (first.tokens, first.prompt_length), first.counts
-            return [Row(sampling, *place, choice, group.top_n, bound, counts) for choice in group.waiting]
+            return [
+                Row(sampling, first.tokens, first.prompt_length, choice, group.top_n, bound, first.counts)
+                for choice in group.waiting
+            ]
         return [
             Row(sampling_of(group, s.tokens), s.tokens, s.prompt_length, s.choice, group.top_n, bound, s.counts)
             for s in group.sequences

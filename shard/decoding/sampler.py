@@ -150,10 +150,10 @@ def _begin_fused(logits: Tensor, rows: Listing[Row], mask: Tensor | None) -> Pen
     from ...kernels.fused_sampling import sample
 
     penalties = penalties_of(rows, logits) if any(row.sampling.penalized for row in rows) else None
-    far = any(row.far for row in rows)
-    told = any(row.final and not row.sampling.temperature for row in rows)
+    far, wanted = any(row.far for row in rows), [row.final for row in rows]
+    told = any(final and not row.sampling.temperature for row, final in zip(rows, wanted, strict=True))
     found = sample(logits, draws_of(rows, logits.device), penalties, mask, far or told, far)
-    logprobs, wanted = found.logprobs, [row.final for row in rows]
+    logprobs = found.logprobs
     if any(wanted):
         final = to_device(torch.tensor(wanted), logits.device)
         logprobs = torch.where(final & logprobs.isfinite(), found.final, logprobs)
