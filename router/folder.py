@@ -5,7 +5,6 @@ tokenizer.json, also where the settings say `add_bos_token` or `add_eos_token`.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from typing import Any
 
 import tokenizers
 
+from .parsing.values import encodable
 from .template import DEFAULT
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SETTINGS = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
 ADDED = "added_tokens_decoder"
-HALF = re.compile(r"[\ud800-\udfff]")  # of a surrogate pair, which UTF-8 has not
 AGAIN = "transformers.AutoTokenizer.from_pretrained(model).save_pretrained(folder)"
 
 
@@ -170,7 +169,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _word(token: Any) -> str:
     """The text of a special token, written as a string or as an object with its content; "": none that a text may have."""
     text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) and not HALF.search(text) else ""
+    return text if isinstance(text, str) and encodable(text) else ""
 
 
 def _named(settings: dict[str, Any], mapped: dict[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..proto.hub import Unavailable, download
 from .models.shape import Unsupported
-from .weights import opened
+from .weights import is_packed, opened, sliced
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # A matrix as peft names it, within the language model, and which of its two factors. Vision towers have layers of their own.
@@ -142,10 +142,10 @@ class Adapter:
         if key is None:
             raise Unsupported(f"adapter {self.name} has no lora_{factor} for {matrix}: download it again")
         self._unread.discard((matrix, factor))
-        kind = self._file.get_slice(key).get_dtype()
-        if kind.startswith(("F4", "F6_")):  # several numbers in a byte, which torch can't convert
-            raise Unsupported(f"adapter {self.name}: {key} is stored as {kind}, a number of 8 bits or more is needed")
-        found: Tensor = self._file.get_tensor(key)
+        stored = self._file.get_slice(key)
+        if is_packed(stored):
+            raise Unsupported(f"adapter {self.name}: {key} is stored as {stored.get_dtype()}, a number of 8 bits or more is needed")
+        found = sliced(stored, None)
         if not found.is_floating_point() or found.dim() != 2:
             raise Unsupported(f"adapter {self.name}: {key} is {list(found.shape)} of {found.dtype}, a matrix of floats is needed")
         return found
