@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 
 from . import option_types
-from .chat import CONTROL, DEFAULT_URL
+from .chat import DEFAULT_URL, tame
 from .command_line import Parser
 from .url import connection, split
 
@@ -379,7 +379,7 @@ def _pair(median: float | None, slow: float | None) -> str:
 
 def _clean(text: str) -> str:
     """A server's text without characters that could control the terminal or be taken for markup."""
-    return CONTROL.sub(" ", text).replace("[", r"\[")
+    return tame(text).replace("[", r"\[")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -421,9 +421,8 @@ def main(arguments: Sequence[str], key: Callable[[str], str] = str) -> int:
     once = options.once or not (terminal or options.json)
     if not once:  # Ctrl-C ends it, also where a script has started it with `&`, which has the signal ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(
-            signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-        )  # `timeout 10 penstock top`: the screen is restored
+        # `timeout 10 penstock top`: the screen is restored
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         with ThreadPoolExecutor(AT_ONCE) as pool:
             scrapes = _scrapes(servers, pool, options.interval)
