@@ -27,8 +27,8 @@ from .low_precision_floats import FP4_VALUES, interpreted_fp4_pair, random_fp8
 from .ptx_interpreter import execute, unpack_all_byte_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Relative to the largest result. Codes are exact in both types, so only results are rounded, and on a CPU scales to bfloat16.
-TOLERANCES = {torch.float16: 1e-3, torch.bfloat16: 1e-2}
+# Relative to the largest result. Codes are exact in both types, so only results are rounded, and on a CPU weights to bfloat16.
+TOLERANCES = {torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
 ROUTES = [
     (route, kind, dtype)
     for route, dtype in (("triton", torch.float16), ("triton", torch.bfloat16), ("torch", torch.bfloat16))
@@ -168,6 +168,11 @@ def laid_out_by(
         dispatch.force("")
 
 
+def magnitude(x: Tensor, weight: Tensor, expected: Tensor) -> Tensor:
+    """The largest result, or what it would be if no products cancelled each other (of float64): rounded weights err by as much."""
+    return torch.maximum(expected.abs().max(), (x.double().square() @ weight.square().T).max().sqrt())
+
+
 def nan_tensor(*shape: Any, **how: Any) -> Tensor:
     return torch.full(shape, torch.nan, **how)
 
@@ -198,8 +203,9 @@ def test_quantized_products_match_float64(
         for rows in rng.sample([1, 7, 16, 17, 40, 70, MOST, MOST + 1], 2):
             parent = torch.full((rows, inputs + 8), torch.nan, dtype=dtype, device=DEVICE)
             x = parent[:, :inputs].copy_(torch.randn(rows, inputs))
-            expected = functional.linear(x.double(), dequantized(codes, torch.float64), bias.double() if bias is not None else None)
-            assert (weight(x).double() - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
+            exact = dequantized(codes, torch.float64)
+            expected = functional.linear(x.double(), exact, bias.double() if bias is not None else None)
+            assert (weight(x).double() - expected).abs().max() <= TOLERANCES[dtype] * magnitude(x, exact, expected)
 
 
 @pytest.mark.parametrize(("route", "kind", "dtype"), [row for row in ROUTES if row[1] in ("int4", "int8")])
@@ -233,7 +239,7 @@ def test_products_of_act_ordered_weights_match_float64(
             for rows in (1, 20):
                 x = torch.randn(rows, stop - start, device=DEVICE).to(dtype)
                 product = x.double() @ expected.T
-                assert (found(x).double() - product).abs().max() <= TOLERANCES[dtype] * product.abs().max()
+                assert (found(x).double() - product).abs().max() <= TOLERANCES[dtype] * magnitude(x, expected, product)
     assert not alike([codes, unordered])
     assert not alike([codes, replace(codes, order=order.flip(0))])
     assert packed_experts.pack([codes, codes], dtype) is None
