@@ -3,7 +3,9 @@
 import ipaddress
 import os
 import re
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..proto.speculation import MOST_DRAFTS
 from ..proto.speculation import parse as parse_speculation
@@ -171,9 +173,11 @@ def origins(text: str) -> str:
 
 def url(text: str) -> str:
     """A URL of HTTP or HTTPS."""
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
-        raise ValueError("a URL such as http://localhost:4318 is needed")
-    return text
+    with suppress(ValueError):  # the port is no number, or none that there is; a bracket is missing
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not re.search(r"\s", text):
+            return text
+    raise ValueError("a URL such as http://localhost:4318 is needed")
 
 
 def address(text: str) -> str:
