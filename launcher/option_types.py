@@ -141,8 +141,9 @@ def speculation(text: str) -> str:
 
 def rank_groups(text: str) -> str:
     """Rank addresses as the router parses them; groups separated by semicolons."""
-    for group in text.split(";"):
-        addresses_of(group)
+    named = [rank for group in text.split(";") for rank in addresses_of(group)]
+    if len(set(named)) < len(named):
+        raise ValueError("the same rank is named twice")
     return text
 
 

@@ -132,6 +132,7 @@ def test_replica_flag_may_be_repeated_or_list_rank_groups_with_semicolons() -> N
         (["--replica", "a:1", "--replica", ""], "host:port or unix:/path"),
         (["--replica", "a:1,b:0"], "the port of b:0 is none"),
         (["--replica", "a:1,a:1"], "named twice"),
+        (["--replica", "a:1,a:2", "--replica", "a:2"], "named twice"),
         (["--replicas", "2", "--nnodes", "2"], "a rank group of several nodes is one replica"),
         (["--no-router"], "--no-router needs --shard-uds-path PREFIX or --shard-listen"),
         (["--no-router", "--shard-uds-path", "/p", "--shard-listen", "127.0.0.1:1"], "--no-router needs"),
