@@ -1,6 +1,6 @@
 """Runs one other engine as a process that answers workloads, so that several can be measured in turns.
 
-    python peer.py NAME FOLDER     reads lines {"prompts": [[ids]], "new": n}, writes lines {"cpu": s, "wall": s, "tokens": [[ids]]}
+    python peer.py NAME FOLDER     reads lines {"prompts": [[ids]], "new": n}, writes lines {"tokens": [[ids]]}
 
 It is a script of its own, without imports from penstock, because engines pin their own torch: run it with the interpreter that has
 the engine. Every engine gets one compute thread, decodes greedily and never stops early. All compute in float32 but transformers,
@@ -10,10 +10,8 @@ which keeps the checkpoint's type; for the same prompt all must answer the same 
 import importlib
 import json
 import os
-import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,11 +193,7 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         work = json.loads(line)
-        before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        tokens = generate(work["prompts"], work["new"])
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        print(json.dumps({"cpu": cpu, "wall": time.perf_counter() - began, "tokens": tokens}), file=answers, flush=True)
+        print(json.dumps({"tokens": generate(work["prompts"], work["new"])}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,19 @@ from torch import Tensor, nn
 
 from .lessons import conversations
 from .network import Dimensions, FeedForward, Llama, rotary_tables, rotate
-from .train import batches, descend, encoded, load_model, model_config, save_tensors, target_dimensions, weighted_loss, write_json
+from .train import (
+    amount,
+    batches,
+    descend,
+    encoded,
+    load_model,
+    model_config,
+    positive,
+    save_tensors,
+    target_dimensions,
+    weighted_loss,
+    write_json,
+)
 
 LAYERS = (1, 2, 3)
 """The head sees the target's residual stream as it enters these layers, the first of which is 0."""
@@ -334,10 +346,10 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train the EAGLE-3 head of the demo model.")
     parser.add_argument("--out", type=Path, required=True, help="folder that has model/ and gets eagle/")
-    parser.add_argument("--tokens", type=int, default=4_000_000, help="tokens to train on")
-    parser.add_argument("--minutes", type=float, default=60, help="the most time")
+    parser.add_argument("--tokens", type=amount, default=4_000_000, help="tokens to train on")
+    parser.add_argument("--minutes", type=positive, default=60, help="the most time")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=amount, default=1)
     parser.add_argument("--seed", type=int, default=3)
     return parser.parse_args()
 

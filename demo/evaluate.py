@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from . import eagle
 from .lessons import KINDS, Question, questions
+from .train import amount
 
 HERE = Path(__file__).parent
 LEAST_RIGHT = 0.9
@@ -134,10 +135,10 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Measure the demo model on held-out questions.")
     parser.add_argument("--folder", type=Path, default=HERE, help="folder with model/, draft/ and eagle/")
-    parser.add_argument("--questions", type=int, default=200, help="questions of each kind")
+    parser.add_argument("--questions", type=amount, default=200, help="questions of each kind")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--show", type=int, default=0, help="wrong answers to show of each kind")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=amount, default=1)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 

@@ -350,6 +350,19 @@ def draft_dimensions(vocabulary: int) -> Dimensions:
     return Dimensions(vocabulary, hidden=128, layers=2, heads=4, kv_heads=2, intermediate=352)
 
 
+def positive(text: str) -> float:
+    """An argument that is a number above 0."""
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: a number above 0 is needed")
+    return value
+
+
+def amount(text: str) -> int:
+    """An argument that is a whole number above 0."""
+    positive(text)
+    return int(text)
+
+
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train the demo model and its draft.")
@@ -361,12 +374,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--tokenizer", type=Path, help="keep this tokenizer.json instead of training one")
     parser.add_argument("--resume", type=Path, help="folder of a target to train further, without the first lessons")
-    parser.add_argument("--tokens", type=int, default=6_000_000, help="tokens to train the target on")
-    parser.add_argument("--draft-tokens", type=int, default=5_000_000, help="tokens to train the draft on")
-    parser.add_argument("--minutes", type=float, default=50, help="the most time for the target")
-    parser.add_argument("--draft-minutes", type=float, default=30, help="the most time for the draft")
+    parser.add_argument("--tokens", type=amount, default=6_000_000, help="tokens to train the target on")
+    parser.add_argument("--draft-tokens", type=amount, default=5_000_000, help="tokens to train the draft on")
+    parser.add_argument("--minutes", type=positive, default=50, help="the most time for the target")
+    parser.add_argument("--draft-minutes", type=positive, default=30, help="the most time for the draft")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate of the target")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=amount, default=1)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 

@@ -35,7 +35,7 @@ def banner(asked: Options, name: str, folder: Path, seconds: float) -> str:
 
 def shards(addresses: Sequence[Sequence[str]]) -> str:
     """The message with the addresses of rank groups that were started for a router elsewhere."""
-    flags = [f"--replica {','.join(rank if ':' in rank else f'unix:{rank}' for rank in ranks)}" for ranks in addresses]
+    flags = [f"--replica {','.join(ranks)}" for ranks in addresses]
     return f"the shards are starting, and say when they have loaded; a router finds them with {' '.join(flags)}"
 
 

@@ -140,7 +140,7 @@ def lead(own: Node) -> tuple[Leader, list[str]]:
     left = [Path(path) for shard in own.shards for path in {shard.socket, shard.relay} if path]
     group = Leader("the shards", commands, asked.max_restarts, left, meeting, Membership(asked.nnodes, own.terms))
     others = range(len(own.shards), own.shards[0].ranks)
-    return group, [*(shard.socket for shard in own.shards), *(f"file:{group.place(rank)}" for rank in others)]
+    return group, [*(f"unix:{shard.socket}" for shard in own.shards), *(f"file:{group.place(rank)}" for rank in others)]
 
 
 def follow(own: Node) -> int:

@@ -3,7 +3,9 @@
 import ipaddress
 import os
 import re
+from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..proto.speculation import MOST_DRAFTS
 from ..proto.speculation import parse as parse_speculation
@@ -139,8 +141,9 @@ def speculation(text: str) -> str:
 
 def rank_groups(text: str) -> str:
     """Rank addresses as the router parses them; groups separated by semicolons."""
-    for group in text.split(";"):
-        addresses_of(group)
+    named = [rank for group in text.split(";") for rank in addresses_of(group)]
+    if len(set(named)) < len(named):
+        raise ValueError("the same rank is named twice")
     return text
 
 
@@ -171,9 +174,11 @@ def origins(text: str) -> str:
 
 def url(text: str) -> str:
     """A URL of HTTP or HTTPS."""
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", text):
-        raise ValueError("a URL such as http://localhost:4318 is needed")
-    return text
+    with suppress(ValueError):  # the port is no number, or none that there is; a bracket is missing
+        parts = urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not re.search(r"\s", text):
+            return text
+    raise ValueError("a URL such as http://localhost:4318 is needed")
 
 
 def address(text: str) -> str:

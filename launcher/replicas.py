@@ -38,8 +38,8 @@ class Place:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Where a router finds the ranks."""
-        return self.listen or self.sockets
+        """Where a router finds the ranks: as `addresses_of` reads it, which is how operators name them."""
+        return self.listen or [f"unix:{path}" for path in self.sockets]
 
     @property
     def files(self) -> list[Path]:

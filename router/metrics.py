@@ -124,6 +124,11 @@ HISTOGRAMS = {
     "penstock_inter_token_latency_seconds": ("Seconds between tokens of a request", (), SECONDS),
     "penstock_prefill_seconds": ("Seconds from the first step of a request to its first token", (), SECONDS),
     "penstock_decode_seconds": ("Seconds from the first token of a request to its end", (), SECONDS),
+    "penstock_time_per_output_token_seconds": (
+        "Seconds for each token of a request after its first; 0: there was no other",
+        (),
+        SECONDS,
+    ),
     "penstock_request_choices": ("Answers requested (n, best_of)", (), TOKENS[:8]),
 }
 POSITIONS = 8  # draft positions counted separately; the last one stands for all beyond
@@ -288,6 +293,7 @@ class Metrics:
         seconds of its inference before its first token."""
         self._counters["tgi_request_success"].inc()
         self._counters["penstock_finished_requests"].labels(reason=finish.reason).inc()
+        decode, later = finish.inference_seconds - prefill, finish.generated_tokens - 1
         observe = {
             "tgi_request_duration": finish.queue_seconds + finish.inference_seconds,
             "tgi_request_queue_duration": finish.queue_seconds,
@@ -297,7 +303,8 @@ class Metrics:
             "tgi_request_input_length": len(request.prompt),
             "tgi_request_max_new_tokens": request.max_new_tokens,
             "penstock_prefill_seconds": prefill,
-            "penstock_decode_seconds": finish.inference_seconds - prefill,
+            "penstock_decode_seconds": decode,
+            "penstock_time_per_output_token_seconds": decode / later if later else 0.0,
             "penstock_request_choices": request.choices,
         }
         for name, value in observe.items():
@@ -412,7 +419,6 @@ class _Method:
 # vLLM's name -> ours. Help, kind and buckets are those of ours.
 VLLM = {
     "vllm:num_requests_running": "penstock_running",
-    "vllm:num_requests_waiting": "penstock_waiting",
     "vllm:kv_cache_usage_perc": "penstock_kv_cache_usage_ratio",
     "vllm:num_preemptions": "penstock_pauses",
     "vllm:generation_tokens": "penstock_generated_tokens",
@@ -421,7 +427,7 @@ VLLM = {
     "vllm:spec_decode_num_accepted_tokens": "penstock_accepted_tokens",
     "vllm:time_to_first_token_seconds": "penstock_time_to_first_token_seconds",
     "vllm:inter_token_latency_seconds": "penstock_inter_token_latency_seconds",
-    "vllm:request_time_per_output_token_seconds": "tgi_request_mean_time_per_token_duration",
+    "vllm:request_time_per_output_token_seconds": "penstock_time_per_output_token_seconds",
     "vllm:e2e_request_latency_seconds": "tgi_request_duration",
     "vllm:request_queue_time_seconds": "tgi_request_queue_duration",
     "vllm:request_inference_time_seconds": "tgi_request_inference_duration",
@@ -449,6 +455,8 @@ class VllmMetrics:
         families = {family.name: family for family in self._registry.collect()}
         for theirs, ours in VLLM.items():
             yield self._renamed(families[ours], theirs)
+        queued = sum(_sum(families[name]) for name in ("penstock_waiting", "penstock_paused"))
+        yield self._family("vllm:num_requests_waiting", "Waiting requests, preempted ones included", "gauge", [({}, queued)])
         hits, computed = (_sum(families[name]) for name in ("penstock_cached_prompt_tokens", "penstock_prompt_tokens"))
         looked: list[tuple[dict[str, str], float]] = [({}, hits + computed)]
         yield self._family("vllm:prompt_tokens", "Tokens of prompts, computed or found in the cache", "counter", looked)

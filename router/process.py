@@ -103,8 +103,10 @@ async def _batch(fleet: Fleet, tokenizer: Tokenizer) -> None:
 
 
 def _connect(config: RouterConfig, name: str, addresses: Sequence[str]) -> Shards:
-    """The client of a replica's rank group. Only for groups that the launcher has started is there a pipe for reports of hangs."""
-    hang_reports = config.hang_reports if tuple(addresses) in config.groups else ""
+    """The client of a replica's rank group. Only for groups that the launcher has started is there a pipe for reports of hangs, in
+    which they have the launcher's names: their numbers, whatever a replica is called that has left and joined again."""
+    known = tuple(addresses) in config.groups
+    hang_reports, name = (config.hang_reports, str(config.groups.index(tuple(addresses)))) if known else ("", name)
     return GrpcShards(addresses, config.step_timeout, hang_reports, certificates.of(config), name)
 
 

@@ -102,9 +102,9 @@ class GrpcShards:
         certificates: Certificates | None = None,
         name: str = "0",
     ) -> None:
-        """addresses: of each rank the path of its unix socket, address:port, or file:PATH, where PATH is a file that contains
-        address:port while the rank is there; certificates: for ranks of other machines; name: the replica's. See `RouterConfig` for
-        the other settings."""
+        """addresses: of each rank the path of its unix socket, with unix: before it or without, address:port, or file:PATH, where
+        PATH is a file that contains address:port while the rank is there; certificates: for ranks of other machines; name: the
+        group's in reports of hangs. See `RouterConfig` for the other settings."""
         self._name = name
         self._addresses = tuple(addresses)
         self._certificates = certificates

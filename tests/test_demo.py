@@ -2,9 +2,11 @@
 weights answer held-out questions."""
 
 import json
+import sys
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,7 +16,7 @@ from penstock.demo.words import spell
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from penstock.demo import evaluate, train  # noqa: E402
+from penstock.demo import eagle, evaluate, train  # noqa: E402
 
 FOLDER = Path(lessons.__file__).parent
 MODEL, DRAFT, EAGLE = FOLDER / "model", FOLDER / "draft", FOLDER / "eagle"
@@ -131,3 +133,22 @@ def test_model_answers_held_out_questions_and_the_draft_model_agrees(tokenizer: 
     result = evaluate.score(target, draft, tokenizer, questions, batch=20)
     assert result.right / len(result.given) >= evaluate.LEAST_RIGHT, result.wrong[:5]
     assert result.agreed / result.tokens >= evaluate.LEAST_AGREEMENT
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        *((train, flag) for flag in ("--tokens", "--draft-tokens", "--minutes", "--draft-minutes", "--threads")),
+        *((eagle, flag) for flag in ("--tokens", "--minutes", "--threads")),
+        *((evaluate, flag) for flag in ("--questions", "--threads")),
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "many"])
+def test_scripts_refuse_amounts_that_are_not_above_0(
+    script: ModuleType, flag: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *(["--out", "x"] if script is not evaluate else []), f"{flag}={value}"])
+    with pytest.raises(SystemExit) as ended:
+        script.arguments()
+    assert ended.value.code == 2
+    assert f"argument {flag}: " in capsys.readouterr().err

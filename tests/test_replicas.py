@@ -173,7 +173,7 @@ async def come_and_go(session: aiohttp.ClientSession, address: str) -> None:
         assert response.status == 200
     async with session.delete("/admin/replicas/0", headers=ADMIN) as response:
         assert response.status == 404
-    async with session.post("/admin/replicas", headers=ADMIN, json={"address": f"unix:{drained['addresses'][0]}"}) as response:
+    async with session.post("/admin/replicas", headers=ADMIN, json={"address": drained["addresses"][0]}) as response:
         assert (response.status, (await response.json())["name"]) == (202, "3")
     await until_ready(session, "3")
     async with session.delete("/admin/replicas/fourth", headers=ADMIN) as response:

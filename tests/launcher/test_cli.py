@@ -240,7 +240,7 @@ def test_server_starts_its_children_with_their_settings_and_stops_on_ctrl_c(mode
     assert (router.api_keys, router.port, router.folder) == (("secret!",), port, str(hub.DEMO_FOLDER))
     assert "has no tokenizer.json: the embedded demo model's tokenizer stands in" in text
     assert "no effect without --prefill-policy pause: --max-waiting-tokens, --waiting-served-ratio" in text
-    assert router.groups == (tuple(shard.socket for shard in shards),)
+    assert router.groups == (tuple(f"unix:{shard.socket}" for shard in shards),)
     assert [shard.rank for shard in shards] == [0, 1]
     assert len({shard.relay for shard in shards}) == 1
     assert shards[0].relay

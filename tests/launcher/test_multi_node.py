@@ -79,11 +79,11 @@ def test_node_0_starts_the_first_ranks_on_unix_sockets(tmp_path: Path) -> None:
     node = make_node(tmp_path, node_rank=0, master_addr="127.0.0.1", master_port=machine.free_port(), step_timeout=7.0)
     leader, addresses = multi_node.lead(node)
     try:
-        assert addresses == [*(str(tmp_path / name) for name in "ab"), *(f"file:{tmp_path}/address-{rank}" for rank in (2, 3))]
+        assert addresses == [*(f"unix:{tmp_path / name}" for name in "ab"), *(f"file:{tmp_path}/address-{rank}" for rank in (2, 3))]
         first, second = map(shard_config_of, leader._commands)
         assert [(shard.rank, shard.local_rank, shard.socket, shard.listen) for shard in (first, second)] == [
-            (0, 0, addresses[0], ""),
-            (1, 1, addresses[1], ""),
+            (0, 0, str(tmp_path / "a"), ""),
+            (1, 1, str(tmp_path / "b"), ""),
         ]
         assert (first.ranks, first.local_ranks, first.neighbours) == (4, 2, 2)
         assert first.relay == second.relay == str(tmp_path / "relay")

@@ -186,6 +186,10 @@ def test_address_is_read_however_it_is_written() -> None:
         ("--num-beams 4 --max-batch-size 2", {}, "4 beams of a request could not run at once: raise --max-batch-size to 4"),
         ("--max-num-beams 200", {}, "200 beams of a request could not run at once: raise --max-batch-size to 200"),
         ("--kv-pages 8 --max-batch-total-tokens 64", {}, "--kv-pages 8 of 16 tokens and --max-batch-total-tokens 64 both say"),
+        *(
+            (f"--otlp-endpoint {url}", {}, f"--otlp-endpoint={url}: a URL such as http://localhost:4318 is needed")
+            for url in ("here:4318", "ftp://here", "http://", "http://[::1", "http://here:99999", "http://here:0", "http://:1")
+        ),
         ("--itl-target 0", {}, "--itl-target=0: a number of milliseconds above 0 is needed"),
         ("--itl-target 20 --prefill-policy pause", {}, "--itl-target is for --prefill-policy mixed"),
         ("--prefix-caching maybe", {}, "--prefix-caching=maybe: one of on, off is needed"),

@@ -13,6 +13,7 @@ from penstock.launcher.errors import UsageError
 from penstock.launcher.gpus import Gpus
 from penstock.launcher.machine import Machine
 from penstock.launcher.options import Options
+from penstock.router.config import addresses_of
 from penstock.tests.launcher.test_cli import CONFIG
 
 GPUS = Machine(cores=16, memory=800, fast_bfloat16=True, gpus=Gpus((80, 70, 60, 50)))
@@ -68,7 +69,8 @@ def test_each_replica_sees_only_its_own_gpus() -> None:
 def test_replicas_have_distinct_names_sockets_and_files() -> None:
     first, second = replicas.divide(Options(replicas=2), 2, "/p", {}, Gpus())
     assert (second.name, second.title, second.process(1)) == ("1", "replica 1", "replica 1 shard 1")
-    assert (second.addresses, second.relay, second.meeting) == (["/p-1-0", "/p-1-1"], "/p-1-relay", "/p-1-meeting")
+    assert (second.addresses, second.relay, second.meeting) == (["unix:/p-1-0", "unix:/p-1-1"], "/p-1-relay", "/p-1-meeting")
+    assert addresses_of(",".join(second.addresses)) == tuple(second.addresses), "as an operator names them to join them again"
     assert set(first.files).isdisjoint(second.files)
     assert second.environment == {}
     [only] = replicas.divide(Options(), 1, "/p", {}, GPUS.gpus)
@@ -91,7 +93,7 @@ def test_without_a_router_ranks_listen_at_consecutive_ports(tmp_path: Path) -> N
     text = banner.shards([place.addresses for place in places])
     assert "say when they have loaded" in text
     assert text.endswith("--replica 10.0.0.1:7000,10.0.0.1:7001 --replica 10.0.0.1:7002,10.0.0.1:7003")
-    assert banner.shards([["/p-0"]]).endswith("--replica unix:/p-0")
+    assert banner.shards([["unix:/p-0"]]).endswith("--replica unix:/p-0")
 
 
 def parsed(*flags: str, **environment: str) -> Options:
@@ -130,6 +132,7 @@ def test_replica_flag_may_be_repeated_or_list_rank_groups_with_semicolons() -> N
         (["--replica", "a:1", "--replica", ""], "host:port or unix:/path"),
         (["--replica", "a:1,b:0"], "the port of b:0 is none"),
         (["--replica", "a:1,a:1"], "named twice"),
+        (["--replica", "a:1,a:2", "--replica", "a:2"], "named twice"),
         (["--replicas", "2", "--nnodes", "2"], "a rank group of several nodes is one replica"),
         (["--no-router"], "--no-router needs --shard-uds-path PREFIX or --shard-listen"),
         (["--no-router", "--shard-uds-path", "/p", "--shard-listen", "127.0.0.1:1"], "--no-router needs"),

@@ -19,8 +19,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock.proto.settings import dump
+from penstock.router import process
 from penstock.router.__main__ import listen, raise_limit
 from penstock.router.config import RouterConfig
+from penstock.router.shards import GrpcShards
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|ERROR) router: .+")
 
@@ -215,3 +217,14 @@ def test_wildcard_ipv6_address_accepts_ipv4_and_ipv6_connections(hostname: str, 
             except ConnectionRefusedError:
                 pass
     assert answers == reached
+
+
+def test_hang_reports_name_a_group_as_the_launcher_does_also_after_it_joined_again(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    config = RouterConfig(folder="", model="m", groups=(("unix:/a",), ("unix:/b",)), hang_reports=str(tmp_path / "pipe"))
+    with os.fdopen(os.open(tmp_path / "pipe", os.O_RDWR), encoding="utf-8") as pipe:
+        for name, address in (("again", "unix:/b"), ("1", "unix:/elsewhere"), ("0", "unix:/a")):
+            shards = process._connect(config, name, (address,))
+            assert isinstance(shards, GrpcShards)
+            shards._hung(0, 2.0)
+        assert [pipe.readline().split(" ")[0] for _ in range(2)] == ["1", "0"]  # the launcher has not started the one elsewhere

@@ -60,6 +60,9 @@ def test_request_metrics_count_arrival_success_failures_and_durations() -> None:
     assert values["penstock_time_to_first_token_seconds_count"] == 1
     assert values["penstock_prefill_seconds_sum"] == 0.25
     assert values["penstock_decode_seconds_sum"] == 0.75
+    assert values["penstock_time_per_output_token_seconds_sum"] == 0.75 / 4
+    metrics.done(Request(prompt=(1,), max_new_tokens=1), Finish("length", "", "", 1, 0.0, 1.0), 1, 1.0)
+    assert samples(metrics)["penstock_time_per_output_token_seconds_count"] == 2, "an answer of a single token counts as 0"
     assert values['penstock_finished_requests_total{reason="length"}'] == 1
 
 
@@ -261,8 +264,9 @@ def test_all_vllm_metrics_exist_with_their_types_and_labels() -> None:
 
 def test_vllm_metrics_have_the_values_of_penstocks() -> None:
     metrics = Metrics("m")
-    for name, value in (("penstock_running", 3), ("penstock_pages_total", 8), ("penstock_pages_held", 2)):
-        metrics.watch(name, lambda value=value: value)
+    gauges = {"running": 3, "waiting": 4, "paused": 2, "pages_total": 8, "pages_held": 2}
+    for name, value in gauges.items():
+        metrics.watch(f"penstock_{name}", lambda value=value: value)
     metrics.watch("tgi_batch_max_total_tokens", lambda: 128)
     metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9), Finish("stop_sequence", "", "", 5, 0.5, 1.0), 5, 0.25)
     for kind in ("dropped", "timeout", "generation", "validation", "overloaded"):
@@ -272,6 +276,7 @@ def test_vllm_metrics_have_the_values_of_penstocks() -> None:
     values = samples(metrics)
     labels = 'engine="0",model_name="m"'
     assert values[f"vllm:num_requests_running{{{labels}}}"] == 3
+    assert values[f"vllm:num_requests_waiting{{{labels}}}"] == 6, "in vLLM preempted requests wait like others"
     assert values[f"vllm:kv_cache_usage_perc{{{labels}}}"] == values["penstock_kv_cache_usage_ratio"] == 0.25
     assert values[f"vllm:generation_tokens_total{{{labels}}}"] == 3
     assert values[f"vllm:prompt_tokens_total{{{labels}}}"] == 100, "vLLM counts those that were found, too"
@@ -279,6 +284,7 @@ def test_vllm_metrics_have_the_values_of_penstocks() -> None:
     assert values[f"vllm:prefix_cache_hits_total{{{labels}}}"] == 90
     assert values[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == 1
     assert values[f"vllm:request_decode_time_seconds_sum{{{labels}}}"] == 0.75
+    assert values[f"vllm:request_time_per_output_token_seconds_sum{{{labels}}}"] == 0.75 / 4, "without the first token and its time"
     assert values['vllm:cache_config_info{block_size="16",engine="0",model_name="m",num_gpu_blocks="8"}'] == 1
     for reason, count in (("stop", 1), ("length", 0), ("abort", 2), ("error", 1)):
         assert values[f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}}'] == count
