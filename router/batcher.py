@@ -34,13 +34,16 @@ from .policies import largest_step
 from .prefix_keys import PrefixKeys
 from .record import begin
 from .recovery import Inquest
-from .request import Broken, Expired, Failure, Item, Limits, NoModel, NotReady, Overloaded, Refused, Request, Sink
+from .request import Broken, Expired, Failure, Item, Limits, NoModel, NotReady, Overloaded, Refused, Request, Sink, Superseded
 from .scheduler import DELAYS, Bounds, Job, Scheduler
 from .shards import Shards
 from .steps import Steps
 from .streams import Choice, Readers, Stream, Tokenizer, read
 
 RETRY = 0.2  # seconds between attempts to reach new shards that were lost at once
+# Seconds for which another router may keep the shards that it has taken. In a rolling update this one is to end by then. If neither
+# ends, as by mistake, both get something done.
+AWAY = 10.0
 SOON = 0.02  # seconds within which shards learn that a request has ended
 GONE = "the adapter was unloaded"
 READY = "ready"  # the `stage` of a server, or of shards, that take requests
@@ -157,7 +160,8 @@ class Batcher:
         if self._draining:
             return "shutting down"
         if self._recovering:
-            return f"recovering: {self._shards.stage}"
+            found = self._shards.stage
+            return f"recovering: {found if found != READY else self._recovering}"
         if self._loop is not None:
             return READY
         found = self._shards.stage
@@ -554,9 +558,10 @@ class Batcher:
 
     async def _recover(self, lost: Broken) -> None:
         """Waits for new shards, for all streams that have found no other replica. Raises Misconfigured."""
-        began = monotonic()
+        began, superseded = monotonic(), isinstance(lost, Superseded)
         self._recovering = str(lost)
-        self._accuse()
+        if not superseded:
+            self._accuse()
         replays = sum(stream.started > 0 for stream in self._streams.values())
         self._others.lost(self)
         moved = self.evacuate()
@@ -564,6 +569,8 @@ class Batcher:
             stream.restart()
         self._queue_all(self.scheduler.bounds)
         logger.warning("%s: requests that wait for new ones: %d, that go on elsewhere: %d", lost, len(self._streams), moved)
+        if superseded:
+            await asyncio.sleep(AWAY)
         while True:
             try:
                 await self._shards.forget()

@@ -277,3 +277,7 @@ class NotReady(Failure):
 
 class Broken(Failure):
     """The shards failed while they computed this request."""
+
+
+class Superseded(Broken):
+    """Another router has taken the shards, which serve one: nothing is wrong with them, nor with this request."""

@@ -23,7 +23,7 @@ import grpc.aio
 from ..proto import shard_pb2
 from ..proto.certificates import Certificates
 from ..proto.rpc import FAR_CHANNEL_OPTIONS, OPTIONS, Stub, channel_credentials
-from .request import Broken, Refused
+from .request import Broken, Refused, Superseded
 
 POLL = 0.02  # seconds between attempts to reach a rank that does not answer yet; part of the time from start to ready
 STAGE_POLL = 0.1  # seconds between polls of a loading rank's stage; nobody waits for it
@@ -369,4 +369,6 @@ def _target(address: str) -> str:
 def _broken(rank: int, error: grpc.aio.AioRpcError) -> Broken:
     if error.code() in GONE:
         return Broken(f"shard rank {rank} is lost: {error.details()}")
+    if error.code() is grpc.StatusCode.ABORTED:
+        return Superseded("another router has taken the shards, which serve one router: stop the other, or give it its own")
     return Broken(f"shard rank {rank}: {error.details()} ({error.code().name})")

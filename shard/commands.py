@@ -37,6 +37,10 @@ class Refused(Exception):
     """A command that contradicts earlier ones. It changed nothing."""
 
 
+class Superseded(Refused):
+    """A command of a router whose place another one has taken."""
+
+
 class Failed(Exception):
     """A fault that is not confined to one group: the shard's state can't be trusted any more."""
 
@@ -141,7 +145,7 @@ class Executor:
                 if not step:
                     raise Refused("a command needs a step, counted from 1")
                 if caller.reign not in (0, self._reign):
-                    raise Refused("another router has called ClearCache since: this one is not heard any more")
+                    raise Superseded("another router has called ClearCache since: this one is not heard any more")
                 if step == last:
                     return reply
                 if step < last:

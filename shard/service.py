@@ -18,7 +18,7 @@ from ..proto import shard_pb2 as wire
 from . import invariance
 from .adapter_loading import AdapterLoader
 from .checks import check_warmup, checked
-from .commands import LAND, Answer, Executor, Failed, Refused
+from .commands import LAND, Answer, Executor, Failed, Refused, Superseded
 from .config import ShardConfig
 from .engine import Engine
 from .forward import GraphExtent
@@ -241,6 +241,8 @@ class Service:
         assert self._executor is not None
         try:
             yield self._executor
+        except Superseded as superseded:
+            context.abort(grpc.StatusCode.ABORTED, str(superseded))
         except Refused as refused:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(refused))
         except Failed:

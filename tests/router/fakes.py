@@ -110,7 +110,7 @@ class FakeShards:
         self._last.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._last
 
-    def die(self) -> None:
+    def die(self, loss: Broken | None = None) -> None:
         """The shard and its state, pages included, are lost."""
         self.model = IntegerShard(self.pages, self.model.page_size)
         self._groups.clear()
@@ -118,7 +118,7 @@ class FakeShards:
         self.read.clear()
         del self.info.later[:]
         if not self.lost.done():
-            self.lost.set_exception(Broken("shard rank 0 has ended"))
+            self.lost.set_exception(loss or Broken("shard rank 0 has ended"))
             self.lost.exception()
 
     async def forget(self) -> None:
@@ -145,13 +145,13 @@ class FakeShards:
             await asyncio.sleep(self._seconds)
         except asyncio.CancelledError:
             if lost.done():  # by `forget`: whoever waits gets an error, as with real shards
-                raise Broken("shard rank 0 has ended") from None
+                lost.result()
             raise
         self._steps += 1
         if not lost.done() and ((self.break_at and self._steps >= self.break_at) or self._is_killed_by(command)):
             self.die()
         if lost.done():
-            raise Broken("shard rank 0 has ended")
+            lost.result()
         self.commands.append(command)
         match command.WhichOneof("kind"):
             case "prefill":

@@ -3,6 +3,7 @@ die."""
 
 import asyncio
 import random
+from contextlib import suppress
 from time import monotonic
 
 import pytest
@@ -11,7 +12,7 @@ from penstock.proto import shard_pb2
 from penstock.router import batcher as module
 from penstock.router.batcher import Batcher
 from penstock.router.recovery import FURTHER, Inquest
-from penstock.router.request import Beams, Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Token
+from penstock.router.request import Beams, Broken, Finish, Item, NotReady, Overloaded, Prompt, Request, Superseded, Token
 from penstock.tests.router.fakes import END, FakeShards, letter
 from penstock.tests.router.harness import expected_text, make_request, metric_value, read, run, until_idle
 
@@ -155,9 +156,9 @@ def test_no_trial_is_held_for_suspects_that_have_all_ended() -> None:
 # A batcher whose shards die
 
 
-async def restart(shards: FakeShards) -> None:
+async def restart(shards: FakeShards, loss: Broken | None = None) -> None:
     """Kills the shards, and returns when they have restarted."""
-    shards.die()
+    shards.die(loss)
     groups_met = shards.groups_met
     while shards.groups_met == groups_met:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -279,6 +280,28 @@ def test_poison_request_fails_alone() -> None:
         return await read(batcher, request)
 
     run(test, FakeShards(seconds=0.001))
+
+
+@pytest.mark.parametrize("loss", [Broken("they died"), Superseded("another router has them")])
+def test_request_is_not_guilty_of_what_another_router_does(loss: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AWAY", 0.02)
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        reading = asyncio.create_task(read(batcher, make_request("a", 20)))
+        await asyncio.sleep(0.01)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2):
+                for _ in range(5):
+                    began = monotonic()
+                    await restart(shards, loss)
+                    assert monotonic() - began >= (0.02 if isinstance(loss, Superseded) else 0)
+        if isinstance(loss, Superseded):
+            assert len(await reading) == 22
+        else:
+            with pytest.raises(Broken, match="again and again"):
+                await reading
+
+    run(test, FakeShards(seconds=0.005))
 
 
 def test_restart_with_a_smaller_pool_fails_only_requests_that_no_longer_fit() -> None:

@@ -15,7 +15,7 @@ import pytest
 from penstock.proto import shard_pb2
 from penstock.proto.rpc import handler
 from penstock.router import shards as router_shards
-from penstock.router.request import Broken, Refused
+from penstock.router.request import Broken, Refused, Superseded
 from penstock.router.shards import GrpcShards
 
 WARMUP = shard_pb2.WarmupRequest(max_step_tokens=8, max_step_rows=4)
@@ -32,6 +32,7 @@ class Servicer:
         self.warmups = 0
         self.stages: Iterator[str] = iter(["loading weights 40 %"])
         self.fails_at = 0
+        self.failure = (grpc.StatusCode.INTERNAL, "out of memory")
         self.wrong_step_at = 0
         self.unreadable_reply_at = 0
         self.silent_until = 0
@@ -69,7 +70,7 @@ class Servicer:
             if step == self.ends_stream_at:
                 return
             if step == self.fails_at:
-                await context.abort(grpc.StatusCode.INTERNAL, "out of memory")
+                await context.abort(*self.failure)
             reply = shard_pb2.Reply()
             getattr(reply, {"prefill": "step", "decode": "step"}.get(kind, kind)).step = 99 if step == self.wrong_step_at else step
             if kind in ("prefill", "decode"):
@@ -204,6 +205,19 @@ def test_commands_raise_the_streams_error_after_it_failed(tmp_path: Path) -> Non
         for _ in range(2):
             with pytest.raises(Broken, match="rank 0: out of memory"):
                 await shards.execute(decode())
+
+    serve(tmp_path, 1, test)
+
+
+def test_shards_that_another_router_has_taken_are_superseded(tmp_path: Path) -> None:
+    async def test(shards: GrpcShards, servicers: list[Servicer]) -> None:
+        await shards.connect()
+        await shards.warm_up(WARMUP)
+        servicers[0].fails_at, servicers[0].failure = 2, (grpc.StatusCode.ABORTED, "not heard any more")
+        with pytest.raises(Superseded, match="stop the other"):
+            await shards.execute(decode())
+        with pytest.raises(Superseded):
+            await shards.lost
 
     serve(tmp_path, 1, test)
 

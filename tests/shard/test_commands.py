@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from penstock.proto import shard_pb2 as wire
-from penstock.shard.commands import AHEAD, LAND, Answer, Executor, Failed, Refused
+from penstock.shard.commands import AHEAD, LAND, Answer, Executor, Failed, Refused, Superseded
 from penstock.tests.shard import tiny
 from penstock.tests.shard.test_service import WARMUP, InProcessShard, code_of, prefill
 
@@ -283,7 +283,7 @@ def test_router_replaced_by_another_is_refused_and_drops_nothing(recording: Reco
     old.send(decode(4))
     recording.let_all()
     assert [old.take(), old.take()] == [("step", 2), ("step", 3)]
-    with pytest.raises(Refused, match="another router has called ClearCache"):
+    with pytest.raises(Superseded, match="another router has called ClearCache"):
         old.take()
     assert [new.take(), new.take(), new.take()] == [("clear_cache", 1), ("step", 2), ("step", 3)]
     new.send(decode(4))

@@ -272,6 +272,9 @@ def test_end_of_an_old_stream_keeps_the_groups_of_a_new_router(warm: InProcessSh
     old.call("Prefill", prefill=prefill(0, 1, [1, 2, 3]))
     warm.stub.ClearCache(wire.ClearCacheRequest(step=1), timeout=5)
     warm.stub.Prefill(prefill(2, 2, [1, 2, 3]), timeout=5)
+    with pytest.raises(grpc.RpcError) as refusal:
+        old.call("Decode", decode=wire.DecodeRequest(step=2))
+    assert refusal.value.code() is grpc.StatusCode.ABORTED
     old.close()
     time.sleep(0.2)
     assert list(warm.stub.Decode(wire.DecodeRequest(step=3, batches=[1]), timeout=5).uids) == [2]
