@@ -448,6 +448,7 @@ def test_reasoning_content_is_separated_and_its_tokens_are_counted(tokenizer: To
     [
         ("<think>\nI should", " add.", "4"),
         ([{"type": "text", "text": "<think>\nI should"}], " add.", "4"),
+        ([{"type": "refusal", "refusal": "<think>\nI should", "text": 5}], " add.", "4"),
         ("<think>\nI add.</think>It is", None, " add.</think>4"),
         ("It is <think>", None, " add.</think>4"),
     ],
