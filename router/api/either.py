@@ -119,7 +119,13 @@ class Either:
 
 def _refuse_more_than_text(body: ChatBody) -> None:
     one, none = (None, 1), (None, False)
-    neutral: dict[str, tuple[object, ...]] = {"n": one, "best_of": one, "stream": none, "logprobs": none, "prompt_logprobs": none}
+    neutral: dict[str, tuple[object, ...]] = {
+        "n": one,
+        "best_of": one,
+        "stream": none,
+        "logprobs": none,
+        "prompt_logprobs": (None,),
+    }
     for name, values in neutral.items():
         if getattr(body, name) not in values:
             raise Refused(f"`{name}` is not allowed for this endpoint, which answers with one text", name)

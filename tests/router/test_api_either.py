@@ -115,6 +115,7 @@ def test_vertex_returns_a_prediction_for_each_instance(tokenizer: Tokenizer) -> 
         ({"instances": [{"inputs": "a", "parameters": {"best_of": 2, "do_sample": True}}]}, "neither `stream` nor `best_of`"),
         ({"instances": [{"inputs": "a", "stream": True}]}, "neither `stream` nor `best_of`"),
         ({"instances": [{**CHAT, "n": 2}]}, "`n` is not allowed for this endpoint"),
+        ({"instances": [{**CHAT, "prompt_logprobs": 0}]}, "`prompt_logprobs` is not allowed for this endpoint"),
         ({"instances": [{**CHAT, "echo": True}]}, "`echo` is not supported"),
         ({"instances": [{**CHAT, "max_completion_tokens": 0}]}, "`max_completion_tokens` must be strictly positive"),
         ({"instances": [{**CHAT, "truncate_prompt_tokens": 0}]}, "`truncate_prompt_tokens` must be strictly positive"),
