@@ -104,6 +104,15 @@ def test_responses_match_their_schema(tokenizer: Tokenizer, path: str, body: obj
     serve(tokenizer, test)
 
 
+def test_message_that_fills_the_context_matches_its_schema(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post("/v1/messages", MESSAGES | {"max_tokens": 64_000})
+        assert answer["stop_reason"] == "model_context_window_exceeded"
+        check_schema("/v1/messages", status, "application/json", answer)
+
+    serve(tokenizer, test, generates="x" * 200)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
