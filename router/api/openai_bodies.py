@@ -327,15 +327,15 @@ def _check_bounds(body: Common) -> None:
 
 @contextmanager
 def naming(**names: str) -> Iterator[None]:
-    """Refusals inside the context are raised with these field names: penstock's to the client's."""
+    """Refusals inside the context are raised with these field names: penstock's, or paths of them, to the client's."""
     try:
         yield
     except Refused as refused:
-        message = str(refused)
+        message, parameter = str(refused), refused.parameter or ""
         for name, theirs in names.items():
             message = re.sub(f"`{name}([`.])", rf"`{theirs}\1", message)
-        name, dot, rest = (refused.parameter or "").partition(".")
-        refused.args, refused.parameter = (message,), names.get(name, name) + dot + rest or None
+            parameter = re.sub(rf"^{name}(?=\.|$)", theirs, parameter)
+        refused.args, refused.parameter = (message,), parameter or None
         raise
 
 

@@ -23,6 +23,7 @@ TEMPLATE = (
 )
 BODY: dict[str, Any] = {"max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]}
 F = {"name": "f", "description": "Does.", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
 ANSWER = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
 
 
@@ -276,8 +277,7 @@ def test_tool_choice_and_output_format_become_grammars(tokenizer: Tokenizer) -> 
         assert grammar is not None
         assert '"g' in grammar.source
         assert '"f' not in grammar.source
-        format = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
-        for given in ({"output_config": {"format": format}}, {"output_format": format}):
+        for given in ({"output_config": {"format": FORMAT}}, {"output_config": {"format": None}, "output_format": FORMAT}):
             await server.post(PATH, {**BODY, **given})
             grammar = server.batcher.requests[-1].grammar
             assert grammar is not None
@@ -330,6 +330,11 @@ def test_disable_parallel_tool_use_returns_one_tool_call(tokenizer: Tokenizer) -
         ({"tools": [F], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
+        ({"output_config": {"format": FORMAT}, "min_tokens": 2}, "min_tokens"),
+        ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "output_format"),
+        ({"output_config": {"format": FORMAT}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "x"}}, "response_format.type"),
         ({"output_config": {"effort": 5}}, "output_config.effort"),
         ({"service_tier": "best"}, "service_tier"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
