@@ -12,7 +12,7 @@ from ..config import RouterConfig
 from ..request import Finish, Grown, Item, Prompt, Refused, Token
 from ..text import Tokenizer
 from .body import json_response
-from .errors import Problem, as_openai
+from .errors import Problem, as_openai, shown
 from .openai_bodies import (
     MOST_TOP_LOGPROBS,
     ChatBody,
@@ -235,8 +235,8 @@ def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
         return [*messages, {"role": "user", "content": body.input}], [*places, "input"]
     reasoning = None
     for index, item in enumerate(body.input):
-        match item.get("type", "message"):
-            case "message":
+        match item.get("type"):
+            case "message" | None:
                 message = {"role": item.get("role"), "content": item.get("content")}
             case "reasoning":
                 reasoning = (reasoning or "") + _reasoning(item, f"input[{index}]")
@@ -252,7 +252,7 @@ def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
             case "function_call_output":
                 message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             case kind:
-                raise Refused(f"`input[{index}].type` {kind!r} is not supported", "input")
+                raise Refused(f"`input[{index}].type` {shown(kind)} is not supported", "input")
         if reasoning is not None and message["role"] == "assistant":
             message["reasoning_content"] = reasoning
         reasoning = None  # of an answer that was cut off while reasoning: it does not belong to the next one
