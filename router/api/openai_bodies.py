@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -24,6 +24,9 @@ from .tenant import session_of, tenant_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
 MOST_TOP_LOGPROBS = 20  # OpenAI's
+MOST_NAME = (
+    4096  # characters of `model`, which may be a path. Each chunk of a stream repeats it, and hundreds may wait for a client
+)
 MOST_TOLD = 32  # names of ignored fields in the header
 PLACE = re.compile(r"`messages\[(\d+)\]")  # the place of a chat's message, where a refusal begins with it
 # Sampling parameters that vLLM's beam search does not use, with their neutral values. At a temperature of 0 any value is neutral.
@@ -88,7 +91,7 @@ class StreamOptions(msgspec.Struct):
 class Common(Format, kw_only=True):
     """Fields of the body that all of OpenAI's routes take. An explicit null is the same as a missing field."""
 
-    model: str | None = None
+    model: Annotated[str, msgspec.Meta(max_length=MOST_NAME)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
