@@ -122,7 +122,7 @@ def _spaced(asked: Grammar, pattern: Any) -> Grammar:
     schema = json.loads(asked.source)
     if schema is not False:
         schema["x-guidance"] = {"whitespace_pattern": pattern}
-    return grammar.json_schema(schema)
+    return _json_schema(schema, "structured_outputs.whitespace_pattern")
 
 
 def _constraint(kind: str, value: Any, name: str) -> Grammar:
