@@ -70,7 +70,7 @@ REASONS = {
     "store": "`store`: true is not supported: the server keeps no answers",
     "use_beam_search": "`use_beam_search` is not supported on this route: use `num_beams`",
     "beam_width": "`beam_width` is not supported on this route: use `num_beams`",
-    "num_return_sequences": "`num_return_sequences` is not supported on this route: use `n`",
+    "num_return_sequences": "`num_return_sequences` is not supported on this route: use `n`, which chats and completions have",
     "stream_beams": "`stream_beams` is not supported on this route: use /generate_stream",
     "stop": "`stop` is not supported on this route: use `stop_sequences`",
     "background": "`background` is not supported: the server keeps no answers",
