@@ -72,8 +72,11 @@ class Either:
         for index, data in enumerate(body.instances):
             try:
                 asked.append(await self._instance(http, data))
-            except (msgspec.ValidationError, Refused) as error:
+            except msgspec.ValidationError as error:
                 raise Refused(f"instances[{index}]: {error}", "instances") from error
+            except Refused as refused:  # keeps its own kind, and so its status
+                refused.args, refused.parameter = (f"instances[{index}]: {refused}",), "instances"
+                raise
         clock.valid()
         folded = await fold([self._batcher.submit(request) for request, _ in asked])
         answers = [answer for [answer] in folded]
