@@ -242,6 +242,8 @@ def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
                 reasoning = (reasoning or "") + _reasoning(item, f"input[{index}]")
                 continue
             case "function_call":
+                if not isinstance(item.get("name"), str):
+                    raise Refused(f"`input[{index}].name` must be a string", "input")
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 last = messages[-1] if messages else {}
@@ -250,6 +252,8 @@ def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
                     continue
                 message = {"role": "assistant", "content": None, "tool_calls": [call]}
             case "function_call_output":
+                if not isinstance(item.get("output"), str | list | None):
+                    raise Refused(f"`input[{index}].output` must be a string or a list of parts", "input")
                 message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             case kind:
                 raise Refused(f"`input[{index}].type` {shown(kind)} is not supported", "input")

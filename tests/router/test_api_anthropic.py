@@ -312,11 +312,7 @@ def test_disable_parallel_tool_use_returns_one_tool_call(tokenizer: Tokenizer) -
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 3}]}]}, "messages[0].content[0].content"),
         ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].tool_calls[0].function"),
-        (
-            {"system": "s", "messages": [BODY["messages"][0], {"role": "assistant", "content": [{"type": "tool_use"}]}]},
-            "messages[1].tool_calls[0].function",
-        ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].name"),
         ({"system": [{"text": 3}]}, "system[0].text"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -348,6 +344,19 @@ def test_invalid_field_is_a_400_that_names_it(tokenizer: Tokenizer, given: dict[
             assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error"), body
             assert f"`{field}`" in body["error"]["message"]
             assert server.batcher.requests == []
+
+    serve(tokenizer, test)
+
+
+def test_refused_message_is_named_by_its_index_in_the_body(tmp_path: Path) -> None:
+    """Its index in the chat differs: `system` comes first."""
+    tokenizer = make_tokenizer(tmp_path, "{% for m in messages if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]}
+
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, {**BODY, "system": "s", "messages": [*BODY["messages"], result]})
+        assert (status, body["error"]["param"]) == (400, "messages")
+        assert body["error"]["message"].startswith('`messages[1].role` "tool"')
 
     serve(tokenizer, test)
 

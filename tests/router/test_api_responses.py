@@ -208,6 +208,9 @@ def test_refused_item_is_named_by_its_index_in_the_input(tokenizer: Tokenizer) -
         status, body, _ = await server.post(PATH, {"instructions": "i", "input": items})
         assert (status, body["error"]["param"]) == (400, "input")
         assert body["error"]["message"].startswith("`input[2].content` has a part")
+        for item, field in (({**call, "name": None}, "name"), ({"type": "function_call_output", "output": 5}, "output")):
+            _, body, _ = await server.post(PATH, {"input": [items[0], item]})
+            assert body["error"]["message"].startswith(f"`input[1].{field}` must be a string")
         for kind, shown in (("item_reference", '"item_reference"'), (False, "false")):
             _, body, _ = await server.post(PATH, {"input": [*items[:2], {"type": kind}]})
             assert body["error"]["message"] == f"`input[2].type` {shown} is not supported"
