@@ -5,6 +5,7 @@ Knows the limits and the tokenizer. Knows no HTTP and no JSON; both APIs use it.
 """
 
 import asyncio
+import hashlib
 import logging
 import math
 import secrets
@@ -554,5 +555,7 @@ def _seed(given: Parameters) -> int:
 
 
 def _together(tenant: str, salt: str, adapter: str) -> str:
-    """The cache key: what requests must have in common to share cached prefixes. Unambiguous."""
+    """The cache key: what requests must have in common to share cached prefixes. Unambiguous. Of a salt only a digest, since shards
+    keep the key as long as a page is cached under it."""
+    salt = hashlib.blake2b(salt.encode(), digest_size=16).hexdigest() if salt else ""
     return f"{len(tenant)} {tenant} {len(adapter)} {adapter} {salt}" if salt or adapter else tenant

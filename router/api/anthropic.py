@@ -1,7 +1,7 @@
 """Anthropic's Messages API: its messages become a chat's, a stream of items becomes its SSE events."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from .body import decode, json_response
 from .errors import Problem, anthropic_error, shown
 from .openai_bodies import ChatBody, Common, body_of, effort_of, naming, parameters, placing, refuse_unsupported
 from .openai_chats import MOST_THOUGHTS, Chats, message_parser_of
+from .openai_formats import contradiction
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
@@ -31,8 +32,8 @@ NAMES = {
     "max_new_tokens": "max_tokens",
     "stop": "stop_sequences",
     "truncate": "truncate_prompt_tokens",
-    "response_format": "output_config.format",
 }
+FORMAT_NAMES = {"response_format.json_schema": "output_config.format", "response_format": "output_config.format"}
 # the place of a tool's fields in OpenAI's chats; in Anthropic's bodies they stand beside the type
 FUNCTION = re.compile(r"^(`?tools\[\d+\])\.function(\.parameters)?")
 
@@ -91,8 +92,9 @@ class Anthropic:
         limits = limits_of(self._batcher)
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)
-        with _wording(places):
-            asked = _parameters(http, body, limits)
+        format_names = {} if chat.response_format is body.response_format else FORMAT_NAMES
+        with _wording(places, format_names):
+            asked = _parameters(http, body, chat, limits)
             request, make = await self._chats.request(chat, asked, limits)
         clock.valid()
         blocks = Blocks(message_parser_of(make))
@@ -113,7 +115,7 @@ class Anthropic:
         refuse_unsupported(body, UNSUPPORTED)
         messages, places = messages_of(body.messages, body.system)
         chat = _chat(body, messages)
-        with _wording(places):
+        with _wording(places, {}):
             ids = await self._validator.encode(await self._chats.text(chat), bool(body.add_special_tokens))
         return json_response({"input_tokens": len(ids)})
 
@@ -150,19 +152,19 @@ class Events(Encoder):
                 yield {"type": "message_stop"}
 
 
-def _parameters(http: web.Request, body: MessagesBody, limits: Limits) -> Parameters:
+def _parameters(http: web.Request, body: MessagesBody, chat: Conversation, limits: Limits) -> Parameters:
     tier = None if body.service_tier is None else TIERS.get(body.service_tier, body.service_tier)
     user = (body.metadata or {}).get("user_id") if body.user is None else body.user
-    meant = replace(body, stop=body.stop_sequences, service_tier=tier, user=user)
+    meant = replace(chat, stop=body.stop_sequences, service_tier=tier, user=user)
     return parameters(http, meant, limits, max_new_tokens=body.max_tokens, fitting=True)
 
 
 @contextmanager
-def _wording(places: Sequence[str]) -> Iterator[None]:
+def _wording(places: Sequence[str], format_names: Mapping[str, str]) -> Iterator[None]:
     """Refusals inside the context are raised with Anthropic's field names and wording: clients look for those about a prompt that
     is too long, and shorten it. places: of the chat's messages."""
     try:
-        with naming(**NAMES), placing(places):
+        with naming(**NAMES, **format_names), placing(places):
             yield
     except TooLong as refused:
         raise Refused(f"prompt is too long: {refused.found} tokens > {refused.most} maximum", "messages") from refused
@@ -180,7 +182,11 @@ def _chat(body: MessagesBody, messages: list[dict[str, Any]]) -> Conversation:
     """The body as an OpenAI chat."""
     same = {name: getattr(body, name) for name in Common.__struct_fields__}
     output = body.output_config or {}
-    format = output.get("format", body.output_format)
+    said = {"output_config.format": output.get("format"), "output_format": body.output_format}
+    given = {name: value for name, value in (said | {"response_format": body.response_format}).items() if value is not None}
+    if len(given) > 1:
+        raise contradiction(*list(given)[:2])
+    format = given.get("output_config.format", body.output_format)
     if format is not None:
         if not isinstance(format, dict) or format.get("type") != "json_schema" or "schema" not in format:
             raise Refused('`output_config.format` must have the type "json_schema", and a `schema`', "output_config.format")

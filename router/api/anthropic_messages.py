@@ -73,7 +73,7 @@ def _said(blocks: Sequence[tuple[Json, str]]) -> Json:
             case "thinking":
                 thoughts.append(_text(block, "thinking", place))
             case "tool_use":
-                function = {"name": block.get("name"), "arguments": block.get("input")}
+                function = {"name": _text(block, "name", place), "arguments": block.get("input")}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case kind if kind != SILENT:
                 raise _unknown(kind, place)

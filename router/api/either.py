@@ -17,13 +17,15 @@ from .stream import Clock, fold, headers_of
 from .tgi import Tgi
 from .tgi_shapes import GenerateBody
 
+NULL = msgspec.Raw(b"null")
+
 
 class Kind(msgspec.Struct):
-    """The fields by which a body's form is recognized."""
+    """The fields by which a body's form is recognized. An explicit null is the same as a missing field."""
 
-    inputs: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    inputs: msgspec.Raw = NULL
+    messages: msgspec.Raw = NULL
+    prompt: msgspec.Raw = NULL
 
 
 class VertexBody(msgspec.Struct):
@@ -51,11 +53,11 @@ class Either:
     async def invocations(self, http: web.Request) -> web.StreamResponse:
         """POST /invocations: as /, a chat or a completion, depending on the body."""
         kind = decode(http, Kind)  # the body stays readable for the handler
-        if kind.inputs is not msgspec.UNSET:
+        if kind.inputs != NULL:
             return await self._tgi.root(http)
-        if kind.messages is not msgspec.UNSET:
+        if kind.messages != NULL:
             return await self._openai.chat_completions(http)
-        if kind.prompt is not msgspec.UNSET:
+        if kind.prompt != NULL:
             return await self._openai.completions(http)
         raise Refused("Object missing required field `inputs`, `messages` or `prompt`", "inputs")
 
@@ -70,8 +72,11 @@ class Either:
         for index, data in enumerate(body.instances):
             try:
                 asked.append(await self._instance(http, data))
-            except (msgspec.ValidationError, Refused) as error:
+            except msgspec.ValidationError as error:
                 raise Refused(f"instances[{index}]: {error}", "instances") from error
+            except Refused as refused:  # keeps its own kind, and so its status
+                refused.args, refused.parameter = (f"instances[{index}]: {refused}",), "instances"
+                raise
         clock.valid()
         folded = await fold([self._batcher.submit(request) for request, _ in asked])
         answers = [answer for [answer] in folded]
@@ -88,7 +93,7 @@ class Either:
     async def tokenize(self, http: web.Request) -> web.Response:
         """POST /tokenize: TGI's, or vLLM's, which may be of a chat."""
         kind = decode(http, Kind)
-        if kind.messages is msgspec.UNSET:
+        if kind.messages == NULL:
             return await self._tgi.tokenize(http)
         body = decode(http, TokenizeChatBody)
         text = await self._chats.text(body)
@@ -96,7 +101,7 @@ class Either:
 
     async def _instance(self, http: web.Request, data: msgspec.Raw) -> tuple[Request, str]:
         """The request of one instance, and what stands before the answer's text."""
-        if msgspec.json.decode(data, type=Kind).messages is not msgspec.UNSET:
+        if msgspec.json.decode(data, type=Kind).messages != NULL:
             return await self._chat_instance(http, msgspec.json.decode(data, type=ChatBody)), ""
         body = msgspec.json.decode(data, type=GenerateBody)
         given = body.parameters
@@ -117,7 +122,13 @@ class Either:
 
 def _refuse_more_than_text(body: ChatBody) -> None:
     one, none = (None, 1), (None, False)
-    neutral: dict[str, tuple[object, ...]] = {"n": one, "best_of": one, "stream": none, "logprobs": none, "prompt_logprobs": none}
+    neutral: dict[str, tuple[object, ...]] = {
+        "n": one,
+        "best_of": one,
+        "stream": none,
+        "logprobs": none,
+        "prompt_logprobs": (None,),
+    }
     for name, values in neutral.items():
         if getattr(body, name) not in values:
             raise Refused(f"`{name}` is not allowed for this endpoint, which answers with one text", name)

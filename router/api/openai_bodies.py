@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -24,6 +24,9 @@ from .tenant import session_of, tenant_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
 MOST_TOP_LOGPROBS = 20  # OpenAI's
+MOST_NAME = (
+    4096  # characters of `model`, which may be a path. Each chunk of a stream repeats it, and hundreds may wait for a client
+)
 MOST_TOLD = 32  # names of ignored fields in the header
 PLACE = re.compile(r"`messages\[(\d+)\]")  # the place of a chat's message, where a refusal begins with it
 # Sampling parameters that vLLM's beam search does not use, with their neutral values. At a temperature of 0 any value is neutral.
@@ -67,7 +70,7 @@ REASONS = {
     "store": "`store`: true is not supported: the server keeps no answers",
     "use_beam_search": "`use_beam_search` is not supported on this route: use `num_beams`",
     "beam_width": "`beam_width` is not supported on this route: use `num_beams`",
-    "num_return_sequences": "`num_return_sequences` is not supported on this route: use `n`",
+    "num_return_sequences": "`num_return_sequences` is not supported on this route: use `n`, which chats and completions have",
     "stream_beams": "`stream_beams` is not supported on this route: use /generate_stream",
     "stop": "`stop` is not supported on this route: use `stop_sequences`",
     "background": "`background` is not supported: the server keeps no answers",
@@ -88,7 +91,7 @@ class StreamOptions(msgspec.Struct):
 class Common(Format, kw_only=True):
     """Fields of the body that all of OpenAI's routes take. An explicit null is the same as a missing field."""
 
-    model: str | None = None
+    model: Annotated[str, msgspec.Meta(max_length=MOST_NAME)] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -327,15 +330,15 @@ def _check_bounds(body: Common) -> None:
 
 @contextmanager
 def naming(**names: str) -> Iterator[None]:
-    """Refusals inside the context are raised with these field names: penstock's to the client's."""
+    """Refusals inside the context are raised with these field names: penstock's, or paths of them, to the client's."""
     try:
         yield
     except Refused as refused:
-        message = str(refused)
+        message, parameter = str(refused), refused.parameter or ""
         for name, theirs in names.items():
             message = re.sub(f"`{name}([`.])", rf"`{theirs}\1", message)
-        name, dot, rest = (refused.parameter or "").partition(".")
-        refused.args, refused.parameter = (message,), names.get(name, name) + dot + rest or None
+            parameter = re.sub(rf"^{name}(?=\.|$)", theirs, parameter)
+        refused.args, refused.parameter = (message,), parameter or None
         raise
 
 

@@ -41,7 +41,7 @@ class Chats:
         self._validator.check_images(len(images), limits)
         async with in_time(asked):
             prompt = await self._render(body, tools)
-        continued = _text(body.messages[-1]) if _continues(body) else ""
+        continued = _text(messages_of(body.messages[-1:])[0]) if _continues(body) else ""
         format = None if tools.forced else grammar_of(body)
         parser = self._parser if tools.given else None
         reasoning, grammar = self._reasoning, format
@@ -139,6 +139,6 @@ def _continues(body: ChatBody) -> bool:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """All of a message's text."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+    """All of a message's text, as the chat template gets it."""
+    content = message["content"] or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

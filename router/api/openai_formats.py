@@ -32,8 +32,13 @@ def grammar_of(body: Format) -> Grammar | None:
     """The grammar of the answer; None if it is free. Raises Refused."""
     asked = [(name, one) for name in _given(body) if (one := _grammar(name, getattr(body, name))) is not None]
     if len(asked) > 1:
-        raise Refused(f"`{asked[0][0]}` and `{asked[1][0]}` both say what the answer must be: send one of them", asked[1][0])
+        raise contradiction(asked[0][0], asked[1][0])
     return asked[0][1] if asked else None
+
+
+def contradiction(one: str, other: str) -> Refused:
+    """The refusal of two fields that both set the answer's format."""
+    return Refused(f"`{one}` and `{other}` both say what the answer must be: send one of them", other)
 
 
 def format_name(body: Format) -> str:
@@ -117,7 +122,7 @@ def _spaced(asked: Grammar, pattern: Any) -> Grammar:
     schema = json.loads(asked.source)
     if schema is not False:
         schema["x-guidance"] = {"whitespace_pattern": pattern}
-    return grammar.json_schema(schema)
+    return _json_schema(schema, "structured_outputs.whitespace_pattern")
 
 
 def _constraint(kind: str, value: Any, name: str) -> Grammar:

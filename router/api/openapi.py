@@ -110,7 +110,7 @@ OPERATIONS = (
         body=(GenerateBody, ChatBody, CompletionBody),
         answer=(list[GenerateAnswer], answers.ChatCompletion, answers.Completion),
         event=(Event, BeamsEvent, answers.ChatChunk, answers.CompletionChunk),
-        statuses=OURS,
+        statuses=(*OURS, 404),
     ),
     Operation(
         path="/vertex",
@@ -118,7 +118,7 @@ OPERATIONS = (
         tag=TGI,
         body=answers.Instances,
         answer=answers.Predictions,
-        statuses=OURS,
+        statuses=(*OURS, 404),
     ),
     Operation(path="/info", summary="The model, and what a request may ask", tag=TGI, answer=answers.Info),
     Operation(

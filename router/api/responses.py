@@ -12,7 +12,7 @@ from ..config import RouterConfig
 from ..request import Finish, Grown, Item, Prompt, Refused, Token
 from ..text import Tokenizer
 from .body import json_response
-from .errors import Problem, as_openai
+from .errors import Problem, as_openai, shown
 from .openai_bodies import (
     MOST_TOP_LOGPROBS,
     ChatBody,
@@ -25,6 +25,7 @@ from .openai_bodies import (
     placing,
 )
 from .openai_chats import Chats, message_parser_of
+from .openai_formats import contradiction
 from .openai_logprobs import LogprobWriter, encode
 from .openai_shapes import Json, Usage
 from .ports import Batcher, limits_of
@@ -33,6 +34,14 @@ from .stream import Clock, Encoder, fold, headers_of, send, sse_frame_with_event
 
 LOGPROBS = "message.output_text.logprobs"
 FUNCTION = re.compile(r"tools\[(\d+)\]\.function")  # the place of a tool's fields in chats; in this API they stand beside the type
+NAMES = {
+    "inputs": "input",
+    "messages": "input",
+    "max_new_tokens": "max_output_tokens",
+    "top_n_tokens": "top_logprobs",
+    "truncate": "truncate_prompt_tokens",
+}
+FORMAT_NAMES = {"response_format.json_schema": "text.format", "response_format": "text.format"}
 NOTHING = "reasoning.encrypted_content"  # may be named in `include`: there is none
 
 
@@ -88,18 +97,12 @@ class Responses:
         body, headers = body_of(http, ResponsesBody, self._config, UNSUPPORTED)
         limits = limits_of(self._batcher)
         logprobs = _logprobs(body)
-        asked = parameters(
-            http,
-            body,
-            limits,
-            max_new_tokens=body.max_output_tokens,
-            top_n_tokens=body.top_logprobs if logprobs else None,
-        )
         messages, places = messages_of(body)
         chat = _chat(body, messages)
-        theirs = {"inputs": "input", "messages": "input", "max_new_tokens": "max_output_tokens", "response_format": "text.format"}
-        named = naming(**theirs, top_n_tokens="top_logprobs", truncate="truncate_prompt_tokens")
-        with _flat(body.tools), named, placing(places):
+        format_names = {} if chat.response_format is body.response_format else FORMAT_NAMES
+        with _flat(body.tools), naming(**NAMES, **format_names), placing(places):
+            top = body.top_logprobs if logprobs else None
+            asked = parameters(http, chat, limits, max_new_tokens=body.max_output_tokens, top_n_tokens=top)
             request, make = await self._chats.request(chat, asked, limits)
         clock.valid()
         output = Output(message_parser_of(make), self._writer.logprob if logprobs else None)
@@ -180,6 +183,8 @@ def _chat(body: ResponsesBody, messages: list[dict[str, Any]]) -> ChatBody:
     if format is not None:
         if not isinstance(format, dict):
             raise Refused("`text.format` must be an object", "text.format")
+        if body.response_format is not None:
+            raise contradiction("text.format", "response_format")
         if format.get("type") == "json_schema" and "schema" not in format:
             raise Refused("`text.format.schema` is missing", "text.format.schema")
         wrapped = {"type": "json_schema", "json_schema": format} if format.get("type") == "json_schema" else format
@@ -230,13 +235,15 @@ def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
         return [*messages, {"role": "user", "content": body.input}], [*places, "input"]
     reasoning = None
     for index, item in enumerate(body.input):
-        match item.get("type", "message"):
-            case "message":
+        match item.get("type"):
+            case "message" | None:
                 message = {"role": item.get("role"), "content": item.get("content")}
             case "reasoning":
                 reasoning = (reasoning or "") + _reasoning(item, f"input[{index}]")
                 continue
             case "function_call":
+                if not isinstance(item.get("name"), str):
+                    raise Refused(f"`input[{index}].name` must be a string", "input")
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 last = messages[-1] if messages else {}
@@ -245,9 +252,11 @@ def messages_of(body: ResponsesBody) -> tuple[list[dict[str, Any]], list[str]]:
                     continue
                 message = {"role": "assistant", "content": None, "tool_calls": [call]}
             case "function_call_output":
+                if not isinstance(item.get("output"), str | list | None):
+                    raise Refused(f"`input[{index}].output` must be a string or a list of parts", "input")
                 message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
             case kind:
-                raise Refused(f"`input[{index}].type` {kind!r} is not supported", "input")
+                raise Refused(f"`input[{index}].type` {shown(kind)} is not supported", "input")
         if reasoning is not None and message["role"] == "assistant":
             message["reasoning_content"] = reasoning
         reasoning = None  # of an answer that was cut off while reasoning: it does not belong to the next one

@@ -173,7 +173,7 @@ def stated(lark: Lark, kinds: Mapping[str, str], value_end: str, schema: Any, pa
     values. kinds: what states each type."""
     end = lark.text(value_end)
     types = parameters.types_of(schema)
-    if "string" not in types and len({kinds[kind] for kind in types}) == 1:
+    if types <= TYPES - STRING and len({kinds[kind] for kind in types}) == 1:
         return f"{lark.text(kinds[min(types)])} {lark.json(schema)} {end}"
     rules, shared = [], {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     for part in parameters.alternatives(schema):
@@ -192,8 +192,11 @@ def stated(lark: Lark, kinds: Mapping[str, str], value_end: str, schema: Any, pa
             written = lark.up_to(value_end) if lengths == (0, None) else lark.bounded([value_end], *lengths)
             rules.append(f"{lark.text(kinds['string'])} {written}")
         allowed = part.get("type", sorted(TYPES))
+        allowed = [allowed] if isinstance(allowed, str) else allowed
+        if not isinstance(allowed, list) or any(kind not in (*TYPES, "integer") for kind in allowed):
+            return None
         others: dict[str, list[str]] = {}
-        for kind in [allowed] if isinstance(allowed, str) else allowed:
+        for kind in allowed:
             if kind != "string":
                 others.setdefault(kinds["number" if kind == "integer" else kind], []).append(kind)
         for statement, group in others.items():

@@ -66,6 +66,9 @@ def test_adapter_is_loaded_used_replaced_and_unloaded(tokenizer: Tokenizer) -> N
         status, answer = await send("/v1/chat/completions", chat)
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
         assert answer["error"]["message"] == "the model `sql` does not exist: this server has `m`"
+        status, answer = await send("/vertex", {"instances": [chat]})
+        assert (status, answer["error_type"]) == (404, "model_not_found")
+        assert answer["error"] == "instances[0]: the model `sql` does not exist: this server has `m`"
         assert await send(LOAD, SQL) == (200, "Success: LoRA adapter 'sql' added successfully.")
         models = (await send("/v1/models"))[1]["data"]
         assert [(model["id"], model.get("parent"), model.get("root")) for model in models] == [

@@ -23,6 +23,7 @@ TEMPLATE = (
 )
 BODY: dict[str, Any] = {"max_tokens": 99, "messages": [{"role": "user", "content": "hi"}]}
 F = {"name": "f", "description": "Does.", "input_schema": {"type": "object", "properties": {"x": {"type": "integer"}}}}
+FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
 ANSWER = '<think>Hm?</think>Oh.<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call></s>'
 
 
@@ -276,8 +277,7 @@ def test_tool_choice_and_output_format_become_grammars(tokenizer: Tokenizer) -> 
         assert grammar is not None
         assert '"g' in grammar.source
         assert '"f' not in grammar.source
-        format = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
-        for given in ({"output_config": {"format": format}}, {"output_format": format}):
+        for given in ({"output_config": {"format": FORMAT}}, {"output_config": {"format": None}, "output_format": FORMAT}):
             await server.post(PATH, {**BODY, **given})
             grammar = server.batcher.requests[-1].grammar
             assert grammar is not None
@@ -312,11 +312,7 @@ def test_disable_parallel_tool_use_returns_one_tool_call(tokenizer: Tokenizer) -
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "content": 3}]}]}, "messages[0].content[0].content"),
         ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].tool_calls[0].function"),
-        (
-            {"system": "s", "messages": [BODY["messages"][0], {"role": "assistant", "content": [{"type": "tool_use"}]}]},
-            "messages[1].tool_calls[0].function",
-        ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].name"),
         ({"system": [{"text": 3}]}, "system[0].text"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -330,6 +326,11 @@ def test_disable_parallel_tool_use_returns_one_tool_call(tokenizer: Tokenizer) -
         ({"tools": [F], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice"),
         ({"thinking": {"type": "sometimes"}}, "thinking.type"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 3}}}, "output_config.format.schema"),
+        ({"output_config": {"format": FORMAT}, "min_tokens": 2}, "min_tokens"),
+        ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "output_format"),
+        ({"output_config": {"format": FORMAT}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "x"}}, "response_format.type"),
         ({"output_config": {"effort": 5}}, "output_config.effort"),
         ({"service_tier": "best"}, "service_tier"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -343,6 +344,19 @@ def test_invalid_field_is_a_400_that_names_it(tokenizer: Tokenizer, given: dict[
             assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error"), body
             assert f"`{field}`" in body["error"]["message"]
             assert server.batcher.requests == []
+
+    serve(tokenizer, test)
+
+
+def test_refused_message_is_named_by_its_index_in_the_body(tmp_path: Path) -> None:
+    """Its index in the chat differs: `system` comes first."""
+    tokenizer = make_tokenizer(tmp_path, "{% for m in messages if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]}
+
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, {**BODY, "system": "s", "messages": [*BODY["messages"], result]})
+        assert (status, body["error"]["param"]) == (400, "messages")
+        assert body["error"]["message"].startswith('`messages[1].role` "tool"')
 
     serve(tokenizer, test)
 

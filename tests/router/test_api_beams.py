@@ -358,7 +358,7 @@ def test_openai_stream_has_all_beams_texts_and_their_scores_at_the_end(
         ({"num_beams": 3, "n": 2, "best_of": 1}, "best_of", "`best_of`"),
         ({"length_penalty": 0.5}, "length_penalty", "`length_penalty` needs beams: ask for them with `num_beams` > 1"),
         ({"early_stopping": "never"}, "early_stopping", "`early_stopping` needs beams"),
-        ({"num_beams": 2, "num_return_sequences": 2}, "num_return_sequences", "is not supported on this route: use `n`"),
+        ({"num_beams": 2, "num_return_sequences": 2}, "num_return_sequences", "use `n`, which chats and completions have"),
         ({"num_beams": 2, "stream_beams": True}, "stream_beams", "is not supported on this route: use /generate_stream"),
         ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups", "`num_beam_groups` is not supported"),
         ({"num_beams": 4, "diversity_penalty": 0.5}, "diversity_penalty", "`diversity_penalty` is not supported"),

@@ -31,7 +31,8 @@ def test_invocations_accepts_inputs_messages_and_prompt(tokenizer: Tokenizer) ->
         assert (body["object"], body["choices"][0]["text"]) == ("text_completion", "Hello you")
         events = await server.events("/invocations", {"inputs": "hi", "stream": True})
         assert (events[0]["index"], events[-1]["generated_text"]) == (1, "hiHello you")
-        for request_body in (CHAT, {"prompt": "hi"}):
+        nulls = {"inputs": None, "messages": None, "prompt": None}
+        for request_body in (CHAT, {"prompt": "hi"}, nulls | CHAT, nulls | {"prompt": "hi"}):
             assert (await server.events("/invocations", {**request_body, "stream": True}))[-1] == "[DONE]"
 
     serve(tokenizer, test)
@@ -81,7 +82,7 @@ def test_invalid_bodies_of_invocations_have_tgis_error_format(tokenizer: Tokeniz
 def test_vertex_returns_a_prediction_for_each_instance(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
         instances: list[Any] = [
-            {"inputs": "hi"},
+            {"inputs": "hi", "messages": None},
             {"inputs": "ho", "parameters": {"max_new_tokens": 4, "return_full_text": True}},
             {**CHAT, "max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "truncate_prompt_tokens": 3},
         ]
@@ -114,6 +115,7 @@ def test_vertex_returns_a_prediction_for_each_instance(tokenizer: Tokenizer) -> 
         ({"instances": [{"inputs": "a", "parameters": {"best_of": 2, "do_sample": True}}]}, "neither `stream` nor `best_of`"),
         ({"instances": [{"inputs": "a", "stream": True}]}, "neither `stream` nor `best_of`"),
         ({"instances": [{**CHAT, "n": 2}]}, "`n` is not allowed for this endpoint"),
+        ({"instances": [{**CHAT, "prompt_logprobs": 0}]}, "`prompt_logprobs` is not allowed for this endpoint"),
         ({"instances": [{**CHAT, "echo": True}]}, "`echo` is not supported"),
         ({"instances": [{**CHAT, "max_completion_tokens": 0}]}, "`max_completion_tokens` must be strictly positive"),
         ({"instances": [{**CHAT, "truncate_prompt_tokens": 0}]}, "`truncate_prompt_tokens` must be strictly positive"),
@@ -228,6 +230,8 @@ def test_tokenize_of_a_chat_answers_in_vllms_format(tokenizer: Tokenizer) -> Non
         assert body == {"count": len(ids), "max_model_len": 128, "tokens": ids, "token_strs": None}
         _, body, _ = await server.post("/tokenize", {**CHAT, "return_token_strs": True})
         assert "".join(body["token_strs"]) == TEMPLATED
+        _, body, _ = await server.post("/tokenize", {"messages": None, "prompt": "hi"})
+        assert body["count"] == 3
         status, data, _ = await server.post("/tokenize", b'{"messages": [')
         assert (status, "`messages`" in json.dumps(data)) == (400, True)
 

@@ -250,6 +250,11 @@ PARAMETERS_TYPE = "tools[0].function.parameters.type"
         ({"structured_outputs": {}}, "structured_outputs", ""),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", ""),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", ""),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " " * 70_000}},
+            "structured_outputs.whitespace_pattern",
+            "`structured_outputs.whitespace_pattern` must have at most 65536 characters",
+        ),
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens", ""),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages", "`messages[0].tool_calls` must be a list"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages", ""),
@@ -448,6 +453,7 @@ def test_reasoning_content_is_separated_and_its_tokens_are_counted(tokenizer: To
     [
         ("<think>\nI should", " add.", "4"),
         ([{"type": "text", "text": "<think>\nI should"}], " add.", "4"),
+        ([{"type": "refusal", "refusal": "<think>\nI should", "text": 5}], " add.", "4"),
         ("<think>\nI add.</think>It is", None, " add.</think>4"),
         ("It is <think>", None, " add.</think>4"),
     ],

@@ -143,7 +143,7 @@ def test_logprobs_of_tokens_without_text_come_with_the_next_delta(tokenizer: Tok
 
 def test_input_items_become_chat_messages(tokenizer: Tokenizer) -> None:
     items = [
-        {"role": "developer", "content": "be"},
+        {"type": None, "role": "developer", "content": "be"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "mm"}]},
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": '{"x": 1}'},
@@ -208,6 +208,12 @@ def test_refused_item_is_named_by_its_index_in_the_input(tokenizer: Tokenizer) -
         status, body, _ = await server.post(PATH, {"instructions": "i", "input": items})
         assert (status, body["error"]["param"]) == (400, "input")
         assert body["error"]["message"].startswith("`input[2].content` has a part")
+        for item, field in (({**call, "name": None}, "name"), ({"type": "function_call_output", "output": 5}, "output")):
+            _, body, _ = await server.post(PATH, {"input": [items[0], item]})
+            assert body["error"]["message"].startswith(f"`input[1].{field}` must be a string")
+        for kind, shown in (("item_reference", '"item_reference"'), (False, "false")):
+            _, body, _ = await server.post(PATH, {"input": [*items[:2], {"type": kind}]})
+            assert body["error"]["message"] == f"`input[2].type` {shown} is not supported"
 
     serve(tokenizer, test)
 
@@ -235,6 +241,11 @@ def test_refused_item_is_named_by_its_index_in_the_input(tokenizer: Tokenizer) -
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"text": {"format": 3}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": 3}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "min_tokens": 2}, "min_tokens"),
+        ({"text": {"format": {"type": "text"}}, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "x"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format.json_schema.schema"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"temperature": -1}, "temperature"),
     ],

@@ -74,6 +74,7 @@ def invalid_bodies(path: str) -> list[tuple[bytes, str]]:
         *(with_field(name, b"true") for name in numbers),
         *(with_field(name, b"1e300") for name in ("temperature", "repetition_penalty", "timeout", "top_p")),
         *(with_field(name, b"9" * 5000) for name in ("seed", "top_k", "min_tokens", "unheard_of")),
+        with_field("model", b'"%b"' % (b"x" * 4097)),  # each chunk of a stream repeats it
         with_field("seed", b"1.5"),
         with_field("seed", str(2**64).encode()),
         with_field("top_k", b"-5"),

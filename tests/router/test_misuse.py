@@ -158,12 +158,14 @@ def test_prompt_logprobs_repeated_in_many_choices_are_bounded(tokenizer: Tokeniz
 
 def test_cache_salt_separates_the_prefix_cache(tokenizer: Tokenizer) -> None:
     async def test(server: Server) -> None:
-        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}):
+        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {"cache_salt": "a" * 100_000}):
             status, _, _ = await server.post("/v1/completions", {"prompt": "hi", **salt})
             assert status == 200
         keys = [request.cache_key for request in server.batcher.requests]
         assert keys[0] == ""
         assert keys[1] == keys[3] != keys[2] != ""
+        assert len(set(keys)) == 4
+        assert max(map(len, keys)) < 100, "shards keep keys as long as pages"
         assert (await server.post("/v1/completions", {"prompt": "hi", "cache_salt": 5}))[0] == 400
 
     serve(tokenizer, test)

@@ -1,5 +1,6 @@
 """The OpenAPI document describes all routes, and responses match it; and the page that shows it."""
 
+import asyncio
 import json
 import re
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from penstock.router.adapters import Adapters
 from penstock.router.api.app import make_app
 from penstock.router.api.docs import FILES
 from penstock.router.api.openai_bodies import ChatBody
@@ -17,7 +19,7 @@ from penstock.router.api.tgi_shapes import GenerateParameters
 from penstock.router.config import RouterConfig
 from penstock.router.metrics import Metrics
 from penstock.router.text import Tokenizer
-from penstock.tests.router.fake_batcher import FakeBatcher, Server, make_tokenizer, serve
+from penstock.tests.router.fake_batcher import FakeBatcher, Server, make_tokenizer, serve, serving
 
 CONFIG = RouterConfig(folder="", model="some/model")
 AIP = {"aip_predict_route": "/predict", "aip_health_route": "/alive"}
@@ -104,6 +106,15 @@ def test_responses_match_their_schema(tokenizer: Tokenizer, path: str, body: obj
     serve(tokenizer, test)
 
 
+def test_message_that_fills_the_context_matches_its_schema(tokenizer: Tokenizer) -> None:
+    async def test(server: Server) -> None:
+        status, answer, _ = await server.post("/v1/messages", MESSAGES | {"max_tokens": 64_000})
+        assert answer["stop_reason"] == "model_context_window_exceeded"
+        check_schema("/v1/messages", status, "application/json", answer)
+
+    serve(tokenizer, test, generates="x" * 200)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -150,6 +161,28 @@ def test_every_post_route_describes_429_413_and_401(tokenizer: Tokenizer, settin
                 check_schema(path, status, "application/json", answer)
 
     serve(tokenizer, test, settings=settings)
+
+
+def test_every_route_with_a_model_describes_404(tokenizer: Tokenizer) -> None:
+    """Names are checked where adapters may come and go."""
+    bodies = {
+        "/invocations": CHAT,
+        "/vertex": {"instances": [{"messages": CHAT["messages"], "model": "unknown"}]},
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": COMPLETION,
+        "/v1/responses": {"input": "Hi"},
+        "/v1/messages": MESSAGES,
+    }
+
+    async def test() -> None:
+        adapters = Adapters(CONFIG.model, room=1)
+        async with asyncio.timeout(20), serving(tokenizer, CONFIG, FakeBatcher(tokenizer), adapters=adapters) as server:
+            for path, body in bodies.items():
+                status, answer, _ = await server.post(path, {**body, "model": "unknown"})
+                assert status == 404, path
+                check_schema(path, status, "application/json", answer)
+
+    asyncio.run(test())
 
 
 def check_schema(path: str, status: int, kind: str, answer: object, *path_to_schema: str, method: str = "post") -> None:

@@ -631,6 +631,7 @@ def test_every_parsers_format_can_contain_every_tool_name(parser: str) -> None:
         {"properties": 5, "required": 5},
         {"properties": {"a": {}}, "required": [["a"], {}]},
         {"properties": {"a": {"type": {}, "enum": 3, "anyOf": 4, "$ref": []}}},
+        *({"properties": {"a": {"type": kind}}} for kind in ("float", None, 5, {}, ["string", "any"], ["string", 5], [["string"]])),
         {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": []}}},
         {"properties": {"a": {"$ref": "#/nowhere/0"}}, "allOf": [3]},
         {"$ref": "#"},
