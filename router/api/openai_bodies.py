@@ -24,9 +24,8 @@ from .tenant import session_of, tenant_of
 
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens`, for completions only
 MOST_TOP_LOGPROBS = 20  # OpenAI's
-MOST_NAME = (
-    4096  # characters of `model`, which may be a path. Each chunk of a stream repeats it, and hundreds may wait for a client
-)
+# Characters of `model`, which may be a path. Each chunk of a stream repeats it, and hundreds may wait for a client.
+MOST_NAME = 4096
 MOST_TOLD = 32  # names of ignored fields in the header
 PLACE = re.compile(r"`messages\[(\d+)\]")  # the place of a chat's message, where a refusal begins with it
 # Sampling parameters that vLLM's beam search does not use, with their neutral values. At a temperature of 0 any value is neutral.
@@ -337,7 +336,7 @@ def naming(**names: str) -> Iterator[None]:
         message, parameter = str(refused), refused.parameter or ""
         for name, theirs in names.items():
             message = re.sub(f"`{name}([`.])", rf"`{theirs}\1", message)
-            parameter = re.sub(rf"^{name}(?=\.|$)", theirs, parameter)
+            parameter = re.sub(rf"^{re.escape(name)}(?=\.|$)", theirs, parameter)
         refused.args, refused.parameter = (message,), parameter or None
         raise
 
