@@ -257,6 +257,7 @@ FORMATS = [
     (regex("a/b\n\\/c[/\n]"), "a/b\n/c/", "a/b/c/"),
     (regex("x|"), "", "xx"),
     (choice(['<b> /"', "b", ""]), '<b> /"', "bb"),
+    (choice(["\x7f", "é\u2028"]), "\x7f", "\\u007f"),
 ]
 
 
