@@ -773,6 +773,13 @@ def test_call_that_becomes_malformed_while_streamed_continues_as_text() -> None:
     assert found == [*calls(("now", '{"a": ')), Text("nope}}</tool_call>")]
 
 
+@pytest.mark.parametrize("rest", ['"id}</tool_call> So.', '"id": "x}</tool_call> So.', '"id": }</tool_call> So.', '"id" "x"} So.'])
+def test_call_that_becomes_malformed_behind_its_arguments_loses_no_text(rest: str) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {{}}, {rest}'
+    for deltas in ([text], list(text)):
+        assert parts_of(deltas, None, "hermes") == [*calls(("now", "{}")), Text(rest)]
+
+
 def test_call_ids_are_unique_or_those_that_the_model_wrote() -> None:
     text = '<tool_call>{"name": "now"}</tool_call>' * 3
     ids = [part.id for _ in range(3) for part in reader(None, "hermes").push(text + "x") if isinstance(part, Call)]
