@@ -7,7 +7,7 @@ import warnings
 from typing import Any, NoReturn
 
 from .parameters import TYPES, Types
-from .source import NOT_SPACE, Markers, Pieces, Source, Steps, ahead, before
+from .source import NOT_SPACE, Markers, Pieces, Source, Steps, after_space, ahead, before, space, up_to
 
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
@@ -16,6 +16,7 @@ ATOM = re.compile(r"[-+.\w]*")
 NUMBER_OR_NAME = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 PYTHON_NAMES = {"True": True, "False": False, "None": None}
 BEGINNINGS = {"n": "null", "[": "array", "{": "object"}
+JSON_BEGINNINGS = '"[{'  # of values that may contain any text
 PYTHON_BEGINNINGS = tuple("N[{")  # of what Python writes in another way than JSON
 CLOSING = {"{": "}", "[": "]"}
 
@@ -94,6 +95,19 @@ def string_before(source: Source, ends: Markers) -> Pieces[bool]:
     source.at += len(end)
     yield '"'
     return True
+
+
+def value_before(source: Source, end: str, types: Types) -> Steps[str | None]:
+    """Reads a value of one of the `types` that was written without quotes, or as JSON, and the end behind it. Returns None, with
+    nothing read, if there is no end. In JSON, of types that are written so, the end may be part of a string."""
+    start = source.at
+    if "string" not in types or types == TYPES:
+        first = yield from space(source)
+        found = (yield from whole(follow_json(source))) if first and first in JSON_BEGINNINGS else ""
+        if found and (yield from after_space(source, end)):
+            return found
+        source.at = start
+    return (yield from up_to(source, end))
 
 
 def whole(pieces: Pieces[bool]) -> Steps[str]:

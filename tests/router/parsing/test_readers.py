@@ -546,6 +546,44 @@ def test_null_lists_and_objects_in_python_syntax_are_parsed(schema: Any, text: s
     assert arguments != Arguments(0, '{"a": null}'), "GLM's template writes JSON"
 
 
+@pytest.mark.parametrize(
+    ("parser", "before", "end", "after"),
+    [
+        ("qwen3_coder", "<function=f>\n<parameter=a>\n", "\n</parameter>", "\n</function>"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value>", "\n</tool_call>"),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">',
+            "</｜DSML｜parameter>",
+            "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        ),
+        ("minicpm5", '<function name="f"><param name="a">', "</param>", "</function>"),
+        (
+            "kimi_k3",
+            '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="array"<|sep|>',
+            "<|close|>argument<|sep|>",
+            "<|close|>call<|sep|>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("schema", [{}, {"type": ["array", "object"]}], ids=str)
+def test_json_in_tags_may_contain_their_end_and_raw_line_ends(parser: str, before: str, end: str, after: str, schema: Any) -> None:
+    """Its own end is the one behind the JSON; where it is no JSON, the first."""
+    schemas = {"f": {"properties": {"a": schema}}}
+    for text, value in (
+        (f'["x{end}y", {{"\n": 1}}]', [f"x{end}y", {"\n": 1}]),
+        (f'{{"x": ["{end}"]}}', {"x": [end]}),
+        ('["x", y', '["x", y'),
+        ('["x"] y', '["x"] y'),
+    ):
+        answer = f"{before}{text}{end}{after}So."
+        for deltas in ([answer], list(answer)):
+            [call, arguments, rest] = parts_of(deltas, None, parser, schemas=schemas)
+            assert (call, rest) == (Call(0, "", "f"), Text("So."))
+            assert isinstance(arguments, Arguments)
+            assert json.loads(arguments.text) == {"a": value}
+
+
 NESTED_SCHEMA = {
     "type": "object",
     "properties": {
