@@ -7,7 +7,7 @@ import warnings
 from typing import Any, NoReturn
 
 from .parameters import TYPES, Types
-from .source import NOT_SPACE, Markers, Pieces, Source, Steps, after_space, ahead, before, space, up_to
+from .source import NOT_SPACE, Markers, Pieces, Source, Steps, after_space, before, space, up_to
 
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
@@ -125,12 +125,17 @@ def whole(pieces: Pieces[bool]) -> Steps[str]:
 
 
 def _atom(source: Source) -> Pieces[bool]:
-    """Reads a number, true, false or null."""
-    text = yield from ahead(source, ATOM)
-    if not NUMBER_OR_NAME.fullmatch(text):
+    """Reads a number, true, false or null. It is not searched again with each digit, since a model may write any number of them."""
+    start = stop = source.at
+    while match := ATOM.match(source.text, stop):
+        stop = match.end()
+        if stop < len(source.text) or source.ended:
+            break
+        yield None
+    if not NUMBER_OR_NAME.fullmatch(source.text, start, stop):
         return False
-    source.at += len(text)
-    yield text
+    source.at = stop
+    yield source.text[start:stop]
     return True
 
 

@@ -874,3 +874,12 @@ def test_endless_white_space_is_read_in_linear_time(parser: str) -> None:
         parsing.push("\n")
     parsing.push("x")
     assert time.thread_time() - start < 3  # 0.1 is usual; 10 if it were searched again with each character
+
+
+def test_endless_number_is_read_in_linear_time() -> None:
+    parsing, start = reader(None, "hermes"), time.thread_time()
+    parsing.push('<tool_call>{"name": "f", "arguments": {"a": 1')
+    for _ in range(40_000):
+        parsing.push("12345")
+    parsing.end()
+    assert time.thread_time() - start < 3  # 0.1 is usual; 30 if it were searched again with each delta
