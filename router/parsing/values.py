@@ -171,7 +171,7 @@ def literal(text: str) -> str | None:
     """A Python literal, or a JSON value, as JSON; None if it is neither. Models write line ends within strings as they are."""
     if _is_json(text):
         return text.strip()
-    return _from_python(text.strip()) or _from_python(text.strip().replace("\n", r"\n"))
+    return _from_python(text.strip()) or _from_python(text.strip().replace("\r", r"\r").replace("\n", r"\n"))
 
 
 def _from_python(text: str) -> str | None:
@@ -193,8 +193,8 @@ def typed(text: str, types: Types, python: bool = False) -> str:
     found = literal(text) if python and text.lstrip()[:1] in PYTHON_BEGINNINGS else text.strip() if _is_json(text) else None
     if "string" in types and types != TYPES:
         return found if found is not None and BEGINNINGS.get(found[:1]) in types else dump(text)
-    if text in PYTHON_NAMES:
-        return dump(PYTHON_NAMES[text])
+    if text.strip() in PYTHON_NAMES:
+        return dump(PYTHON_NAMES[text.strip()])
     return dump(text) if found is None else found
 
 

@@ -106,6 +106,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
         '<|python_start|>[weather(city="é\\n", any=true)]<|python_end|>',
         calls(("weather", '{"city": "é\\n", "any": true}')),
     ),
+    ("pythonic", '[weather(city="a\r\nb")]', calls(("weather", '{"city": "a\\r\\nb"}'))),
     (
         "harmony",
         "<|channel|>analysis<|message|>Hm, weather.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
@@ -499,6 +500,8 @@ STRING_OR_INTEGERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {
         ({"$ref": "#/$defs/nowhere"}, "7", "7"),
         ({}, "12", "12"),
         (True, "True", "true"),
+        ({"type": "boolean"}, " False ", "false"),
+        ({"type": "boolean"}, " true ", "true"),
         ({}, "Paris", '"Paris"'),
         ({"type": 3, "enum": "x", "$ref": 5, "anyOf": {}}, "7", "7"),
     ],
