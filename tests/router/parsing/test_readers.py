@@ -814,6 +814,13 @@ def test_call_that_becomes_malformed_while_streamed_continues_as_text() -> None:
     assert found == [*calls(("now", '{"a": ')), Text("nope}}</tool_call>")]
 
 
+def test_call_without_its_separator_stays_text_before_another() -> None:
+    broken = '<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>weather{"city": "Paris"}<|tool_call:end|>'
+    text = f"{broken}<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|tool_call:args|>{{}}<|tool_call:end|>"
+    for deltas in ([text], list(text)):
+        assert parts_of(deltas, None, "solar_open") == [Text(broken), *calls(("now", "{}"))]
+
+
 @pytest.mark.parametrize("rest", ['"id}</tool_call> So.', '"id": "x}</tool_call> So.', '"id": }</tool_call> So.', '"id" "x"} So.'])
 def test_call_that_becomes_malformed_behind_its_arguments_loses_no_text(rest: str) -> None:
     text = f'<tool_call>{{"name": "now", "arguments": {{}}, {rest}'
