@@ -118,17 +118,18 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, folder: Path, settings: Mapping
 
 def _listed(folder: Path, settings: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[int, tokenizers.AddedToken]]:
     """The added tokens by id: from the settings, or from older checkpoints' own file."""
-    if ADDED in settings:
-        file, listed = SETTINGS, settings[ADDED]
-    else:
-        file, special = "added_tokens.json", set(names.values())
-        found = _read(folder / file)
-        listed = {
-            id: {"content": text, "normalized": text not in special, "special": text in special} for text, id in found.items()
-        }
+    file = SETTINGS if ADDED in settings else "added_tokens.json"
     try:
+        if ADDED in settings:
+            listed = settings[ADDED]
+        else:
+            special = set(names.values())
+            listed = {
+                id: {"content": text, "normalized": text not in special, "special": text in special}
+                for text, id in _read(folder / file).items()
+            }
         tokens = {int(id): tokenizers.AddedToken(**_unnormalized(token)) for id, token in listed.items()}
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise Unusable(f"{folder / file} lists added tokens in a way of its own ({_line(error)}): download it again") from None
     yield from sorted(tokens.items(), key=lambda item: item[0])
 

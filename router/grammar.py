@@ -98,7 +98,8 @@ def too_large(schema: Any) -> bool:
 def objects(schema: Any) -> Any:
     """The schema, with bounds that llguidance can enforce, and with type "object" wherever it has properties. JSON Schema would
     accept any number there, if no type is given; nobody who asks for an answer means that, and text-generation-inference's clients
-    leave the type out. zod's `propertyNames` of type string says nothing, and llguidance doesn't know the keyword.
+    leave the type out. zod's `propertyNames` of type string says nothing, nor does Swagger's `uniqueItems` that is false, and
+    llguidance doesn't know these keywords.
 
     Objects get no properties but those that are named, unless the schema says so, as in text-generation-inference and in vLLM: what
     is generated validates all the same, and models don't go on with properties of their own. A schema stays open as a whole if
@@ -113,6 +114,8 @@ def _meant(known: Known, close: bool, schema: Mapping[str, Any]) -> dict[str, An
     meant = _bounded(schema, known)
     if meant.get("propertyNames") in ANY_NAME:
         del meant["propertyNames"]
+    if meant.get("uniqueItems") is False:
+        del meant["uniqueItems"]
     if "properties" not in meant:
         return meant
     if close and _open_by_default(meant):

@@ -213,8 +213,9 @@ class ChatTemplate:
             AttributeError,
             RuntimeError,
             MemoryError,
+            AssertionError,
         ) as error:
-            raise Refused(f"the chat template refuses the messages: {error or type(error).__name__}", "messages") from error
+            raise Refused(f"the chat template refuses the messages: {str(error) or type(error).__name__}", "messages") from error
 
 
 def choose(templates: Mapping[str, str], chat: Chat) -> str | None:

@@ -84,10 +84,12 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
     name = held = ""
     begun = False
     while (yield from space(source)) == '"':
+        start = source.at
         key = yield from decoded(source)
         if key not in NAME_KEYS + ARGUMENTS_KEYS + OTHER_KEYS and not begun:
             return False
         if not (yield from after_space(source, ":")):
+            source.at = start
             return begun
         first = yield from space(source)
         if key in NAME_KEYS and not begun:
@@ -102,6 +104,7 @@ def json_call(source: Source, calls: Calls, strict: bool) -> Steps[bool]:
         else:
             value = yield from whole(follow_json(source))
             if not value:
+                source.at = start
                 return begun
             held = value if key in ARGUMENTS_KEYS else held
         if not (yield from after_space(source, ",")):

@@ -13,7 +13,7 @@ from .lark import Lark
 from .parameters import STRING, TYPES, Parameters
 from .source import Markers, Source, Steps, after_space, space, up_to
 from .tagged import stated
-from .values import dump, follow_json, string_before, typed
+from .values import dump, follow_json, string_before, typed, value_before
 
 OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
 TOOLS, TOOLS_END = f"{OPEN}tools{SEP}", f"{CLOSE}tools{SEP}"
@@ -72,10 +72,11 @@ def _argument(source: Source, calls: Calls, name: str, comma: str) -> Steps[bool
     yield calls.arguments(f"{comma}{dump(key)}: ")
     if head[2] == "string":
         return (yield from stream(string_before(source, Markers(ARGUMENT_END)), calls))
-    text = yield from up_to(source, ARGUMENT_END)
+    types = calls.parameters(name).types(key) - STRING or TYPES
+    text = yield from value_before(source, ARGUMENT_END, types)
     if text is None:
         return False
-    yield calls.arguments(typed(text, calls.parameters(name).types(key) - STRING or TYPES))
+    yield calls.arguments(typed(text, types))
     return True
 
 

@@ -126,4 +126,4 @@ def plainly(text: str) -> str:
 
 def quoted(text: str) -> str:
     """The text as a literal."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")  # which llguidance takes for no part of a literal

@@ -47,7 +47,7 @@ class MarkedForm:
 
     def _call(self, source: Source, calls: Calls) -> Steps[bool]:
         head = yield from up_to(source, self.separator, MAX_NAME)
-        if head is None:
+        if head is None or self.call in head:  # else the separator is another call's
             return False
         id, _, name = head.strip().rpartition(self.name) if self.name else ("", "", head.strip())
         id, fenced = id if SOLAR_ID.fullmatch(id) else "", False

@@ -199,10 +199,8 @@ def _simple(schema: Json | None) -> Json | None:
 
 
 def _listed(schema: Json) -> list[Any] | None:
-    if schema.get("type") == "null":
-        return [None]
     if not LISTING & schema.keys():
-        return None
+        return [None] if schema.get("type") == "null" else None
     types = _own_types(schema)
     values = [schema["const"]] if "const" in schema else parts_of(schema, "enum")
     return [value for value in values if KINDS[type(value)] in types]

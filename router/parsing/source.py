@@ -176,12 +176,14 @@ def ahead(source: Source, pattern: re.Pattern[str]) -> Waits[str]:
 
 def up_to(source: Source, literal: str, limit: int = sys.maxsize // 2) -> Waits[str | None]:
     """Reads the text up to and including the literal. Returns None, with nothing read, if it is not within `limit` characters."""
+    searched = 0  # characters that are not searched again, since a model may write any number of them
     while True:
-        stop = source.text.find(literal, source.at, source.at + limit + len(literal))
+        stop = source.text.find(literal, source.at + searched, source.at + limit + len(literal))
         if stop >= 0:
             text = source.text[source.at : stop]
             source.at = stop + len(literal)
             return text
         if source.ended or len(source.text) >= source.at + limit + len(literal):
             return None
+        searched = max(0, len(source.text) - source.at - len(literal) + 1)
         yield None

@@ -11,7 +11,7 @@ from .calls import MAX_NAME, Calls, json_call, stream, usable
 from .lark import Lark, quoted
 from .parameters import KINDS, STRING, TYPES, Parameters, Types
 from .source import Markers, Source, Steps, after_space, expect, space, up_to
-from .values import dump, follow_json, string_before, typed
+from .values import dump, follow_json, string_before, typed, value_before
 
 CDATA, CDATA_END = "<![CDATA[", "]]>"
 
@@ -159,7 +159,7 @@ class TaggedForm:
 
     def _value(self, source: Source, calls: Calls, end: str, types: Types) -> Steps[bool]:
         """Reads any other value, or one of unknown type, which is emitted when it is complete."""
-        text = yield from up_to(source, end)
+        text = yield from value_before(source, end, types)
         if text is None:
             return False
         if self.lines:

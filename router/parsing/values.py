@@ -7,7 +7,7 @@ import warnings
 from typing import Any, NoReturn
 
 from .parameters import TYPES, Types
-from .source import NOT_SPACE, Markers, Pieces, Source, Steps, ahead, before
+from .source import NOT_SPACE, Markers, Pieces, Source, Steps, after_space, before, space, up_to
 
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9A-Fa-f]{4})')
@@ -16,6 +16,7 @@ ATOM = re.compile(r"[-+.\w]*")
 NUMBER_OR_NAME = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 PYTHON_NAMES = {"True": True, "False": False, "None": None}
 BEGINNINGS = {"n": "null", "[": "array", "{": "object"}
+JSON_BEGINNINGS = '"[{'  # of values that may contain any text
 PYTHON_BEGINNINGS = tuple("N[{")  # of what Python writes in another way than JSON
 CLOSING = {"{": "}", "[": "]"}
 
@@ -96,6 +97,19 @@ def string_before(source: Source, ends: Markers) -> Pieces[bool]:
     return True
 
 
+def value_before(source: Source, end: str, types: Types) -> Steps[str | None]:
+    """Reads a value of one of the `types` that was written without quotes, or as JSON, and the end behind it. Returns None, with
+    nothing read, if there is no end. In JSON, of types that are written so, the end may be part of a string."""
+    start = source.at
+    if "string" not in types or types == TYPES:
+        first = yield from space(source)
+        found = (yield from whole(follow_json(source))) if first and first in JSON_BEGINNINGS else ""
+        if found and (yield from after_space(source, end)):
+            return found
+        source.at = start
+    return (yield from up_to(source, end))
+
+
 def whole(pieces: Pieces[bool]) -> Steps[str]:
     """All pieces joined, when they are complete; "" if they are broken. Nothing is emitted before."""
     found: list[str] = []
@@ -111,12 +125,17 @@ def whole(pieces: Pieces[bool]) -> Steps[str]:
 
 
 def _atom(source: Source) -> Pieces[bool]:
-    """Reads a number, true, false or null."""
-    text = yield from ahead(source, ATOM)
-    if not NUMBER_OR_NAME.fullmatch(text):
+    """Reads a number, true, false or null. It is not searched again with each digit, since a model may write any number of them."""
+    start = stop = source.at
+    while match := ATOM.match(source.text, stop):
+        stop = match.end()
+        if stop < len(source.text) or source.ended:
+            break
+        yield None
+    if not NUMBER_OR_NAME.fullmatch(source.text, start, stop):
         return False
-    source.at += len(text)
-    yield text
+    source.at = stop
+    yield source.text[start:stop]
     return True
 
 
@@ -152,7 +171,7 @@ def literal(text: str) -> str | None:
     """A Python literal, or a JSON value, as JSON; None if it is neither. Models write line ends within strings as they are."""
     if _is_json(text):
         return text.strip()
-    return _from_python(text.strip()) or _from_python(text.strip().replace("\n", r"\n"))
+    return _from_python(text.strip()) or _from_python(text.strip().replace("\r", r"\r").replace("\n", r"\n"))
 
 
 def _from_python(text: str) -> str | None:
@@ -174,8 +193,8 @@ def typed(text: str, types: Types, python: bool = False) -> str:
     found = literal(text) if python and text.lstrip()[:1] in PYTHON_BEGINNINGS else text.strip() if _is_json(text) else None
     if "string" in types and types != TYPES:
         return found if found is not None and BEGINNINGS.get(found[:1]) in types else dump(text)
-    if text in PYTHON_NAMES:
-        return dump(PYTHON_NAMES[text])
+    if text.strip() in PYTHON_NAMES:
+        return dump(PYTHON_NAMES[text.strip()])
     return dump(text) if found is None else found
 
 

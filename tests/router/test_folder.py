@@ -141,6 +141,14 @@ def test_malformed_added_tokens_decoder_is_refused(tmp_path: Path, found: Any) -
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("id", ["[1]", "{}", "Infinity", "null", '"x"'])
+def test_malformed_added_tokens_json_is_refused(tmp_path: Path, id: str) -> None:
+    write(tmp_path)
+    (tmp_path / "added_tokens.json").write_text(f'{{"<tool>": {id}}}')
+    with pytest.raises(Unusable, match=r"added_tokens\.json lists added tokens in a way of its own"):
+        Tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("marks", ["", "b", "be"])
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
 def test_beginning_and_end_tokens_follow_tokenizer_json_and_not_its_config(

@@ -605,6 +605,12 @@ def test_property_names_that_allow_any_name_are_dropped_and_others_refused(
     assert "propertyNames" in checked(json_schema({"type": "object", "propertyNames": {"pattern": "a"}}))
 
 
+def test_unique_items_that_say_nothing_are_dropped_and_others_refused(checked: Callable[[Grammar], str]) -> None:
+    items = {"type": "array", "items": {"type": "integer"}}
+    assert checked(json_schema({"properties": {"a": {**items, "uniqueItems": False}, "uniqueItems": items}})) == ""
+    assert "uniqueItems" in checked(json_schema({**items, "uniqueItems": True}))
+
+
 def test_too_deeply_nested_schema_is_refused() -> None:
     schema: dict[str, object] = {}
     for _ in range(5_000):

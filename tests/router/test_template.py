@@ -339,6 +339,8 @@ def test_named_template_is_chosen_by_tools_then_documents() -> None:
         ("{% for m in messages %}" * 25 + "{% endfor %}" * 25, "the chat template is no template: too many"),
         ("{{ " + "1" * 5000 + " }}", "the chat template is no template: exceeds the limit"),
         ("{{ cycler() }}", "refuses the messages: at least one item"),
+        ("{{ messages[0].content|truncate(1) }}", "refuses the messages: expected length"),  # an AssertionError of Jinja's
+        ("{{ messages[0].content.rjust(2**62) }}", "refuses the messages: MemoryError"),
         (r"{{ '\ud83d' }}", "refuses the messages: .* surrogates not allowed"),
         ("x" * 600_000, "has 600000 characters"),
         ("{{ raise_exception('no, <b>') }}", "refuses the messages: no, <b>"),

@@ -257,6 +257,7 @@ FORMATS = [
     (regex("a/b\n\\/c[/\n]"), "a/b\n/c/", "a/b/c/"),
     (regex("x|"), "", "xx"),
     (choice(['<b> /"', "b", ""]), '<b> /"', "bb"),
+    (choice(["\x7f", "é\u2028"]), "\x7f", "\\u007f"),
 ]
 
 
@@ -642,9 +643,10 @@ def test_malformed_schema_is_translated_without_an_exception(parser: str, schema
     assert constraint(parser, {"f": schema}, True).source
 
 
+@pytest.mark.parametrize("argument", [{"anyOf": []}, {"allOf": [{"type": "null"}, {"enum": ["x"]}]}], ids=str)
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_unsatisfiable_argument_is_refused(parser: str) -> None:
-    parameters = {"properties": {"a": {"anyOf": []}}, "required": ["a"]}
+def test_unsatisfiable_argument_is_refused(parser: str, argument: Any) -> None:
+    parameters = {"properties": {"a": argument}, "required": ["a"]}
     found = constraint(parser, {"f": parameters}, True)
     assert "nsatisfiable" in problem(found)
 

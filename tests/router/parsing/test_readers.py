@@ -106,6 +106,7 @@ CASES: list[tuple[str, str, list[Part]]] = [
         '<|python_start|>[weather(city="é\\n", any=true)]<|python_end|>',
         calls(("weather", '{"city": "é\\n", "any": true}')),
     ),
+    ("pythonic", '[weather(city="a\r\nb")]', calls(("weather", '{"city": "a\\r\\nb"}'))),
     (
         "harmony",
         "<|channel|>analysis<|message|>Hm, weather.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
@@ -499,6 +500,8 @@ STRING_OR_INTEGERS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {
         ({"$ref": "#/$defs/nowhere"}, "7", "7"),
         ({}, "12", "12"),
         (True, "True", "true"),
+        ({"type": "boolean"}, " False ", "false"),
+        ({"type": "boolean"}, " true ", "true"),
         ({}, "Paris", '"Paris"'),
         ({"type": 3, "enum": "x", "$ref": 5, "anyOf": {}}, "7", "7"),
     ],
@@ -544,6 +547,44 @@ def test_null_lists_and_objects_in_python_syntax_are_parsed(schema: Any, text: s
     glm = f"<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
     [_, arguments] = parts_of([glm], None, "glm45", schemas={"f": {"properties": {"a": STRING_OR_NULL}}})
     assert arguments != Arguments(0, '{"a": null}'), "GLM's template writes JSON"
+
+
+@pytest.mark.parametrize(
+    ("parser", "before", "end", "after"),
+    [
+        ("qwen3_coder", "<function=f>\n<parameter=a>\n", "\n</parameter>", "\n</function>"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>", "</arg_value>", "\n</tool_call>"),
+        (
+            "deepseek_v32",
+            '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="false">',
+            "</｜DSML｜parameter>",
+            "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        ),
+        ("minicpm5", '<function name="f"><param name="a">', "</param>", "</function>"),
+        (
+            "kimi_k3",
+            '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="array"<|sep|>',
+            "<|close|>argument<|sep|>",
+            "<|close|>call<|sep|>",
+        ),
+    ],
+)
+@pytest.mark.parametrize("schema", [{}, {"type": ["array", "object"]}], ids=str)
+def test_json_in_tags_may_contain_their_end_and_raw_line_ends(parser: str, before: str, end: str, after: str, schema: Any) -> None:
+    """Its own end is the one behind the JSON; where it is no JSON, the first."""
+    schemas = {"f": {"properties": {"a": schema}}}
+    for text, value in (
+        (f'["x{end}y", {{"\n": 1}}]', [f"x{end}y", {"\n": 1}]),
+        (f'{{"x": ["{end}"]}}', {"x": [end]}),
+        ('["x", y', '["x", y'),
+        ('["x"] y', '["x"] y'),
+    ):
+        answer = f"{before}{text}{end}{after}So."
+        for deltas in ([answer], list(answer)):
+            [call, arguments, rest] = parts_of(deltas, None, parser, schemas=schemas)
+            assert (call, rest) == (Call(0, "", "f"), Text("So."))
+            assert isinstance(arguments, Arguments)
+            assert json.loads(arguments.text) == {"a": value}
 
 
 NESTED_SCHEMA = {
@@ -773,6 +814,20 @@ def test_call_that_becomes_malformed_while_streamed_continues_as_text() -> None:
     assert found == [*calls(("now", '{"a": ')), Text("nope}}</tool_call>")]
 
 
+def test_call_without_its_separator_stays_text_before_another() -> None:
+    broken = '<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>weather{"city": "Paris"}<|tool_call:end|>'
+    text = f"{broken}<|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>now<|tool_call:args|>{{}}<|tool_call:end|>"
+    for deltas in ([text], list(text)):
+        assert parts_of(deltas, None, "solar_open") == [Text(broken), *calls(("now", "{}"))]
+
+
+@pytest.mark.parametrize("rest", ['"id}</tool_call> So.', '"id": "x}</tool_call> So.', '"id": }</tool_call> So.', '"id" "x"} So.'])
+def test_call_that_becomes_malformed_behind_its_arguments_loses_no_text(rest: str) -> None:
+    text = f'<tool_call>{{"name": "now", "arguments": {{}}, {rest}'
+    for deltas in ([text], list(text)):
+        assert parts_of(deltas, None, "hermes") == [*calls(("now", "{}")), Text(rest)]
+
+
 def test_call_ids_are_unique_or_those_that_the_model_wrote() -> None:
     text = '<tool_call>{"name": "now"}</tool_call>' * 3
     ids = [part.id for _ in range(3) for part in reader(None, "hermes").push(text + "x") if isinstance(part, Call)]
@@ -829,3 +884,12 @@ def test_endless_white_space_is_read_in_linear_time(parser: str) -> None:
         parsing.push("\n")
     parsing.push("x")
     assert time.thread_time() - start < 3  # 0.1 is usual; 10 if it were searched again with each character
+
+
+def test_endless_number_is_read_in_linear_time() -> None:
+    parsing, start = reader(None, "hermes"), time.thread_time()
+    parsing.push('<tool_call>{"name": "f", "arguments": {"a": 1')
+    for _ in range(40_000):
+        parsing.push("12345")
+    parsing.end()
+    assert time.thread_time() - start < 3  # 0.1 is usual; 30 if it were searched again with each delta
