@@ -321,8 +321,7 @@ def _vault_gemma(config: Config) -> Shape:
 def _gemma3(config: Config) -> Shape:
     """Gemma 3: full attention in one layer of six, with another rotary embedding than in layers with a sliding window."""
     full, local = ropes_by_kind(config, 1e6, 1e4)
-    pattern, layers = pattern_of(config, 6), config.get("num_hidden_layers", 26)
-    kinds = layer_kinds(config, layers, lambda layer: (layer + 1) % pattern > 0)
+    kinds = layer_kinds(config, config.get("num_hidden_layers", 26), lambda layer: (layer + 1) % pattern_of(config, 6) > 0)
     base = _gemma2(with_only_rope(GEMMA3 | config | {"layer_types": kinds}, full))
     # transformers reads attn_logit_softcapping and does not use it.
     return replace(base, softcap=0.0, qk_norm=True, local_rope=rope(with_only_rope(GEMMA3 | config, local)))

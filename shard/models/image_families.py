@@ -54,7 +54,7 @@ BESIDE_COUNTS = (  # in which the first of these fields counts, not that of text
     *("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "InternVLForConditionalGeneration"),
     *("DeepseekOcr2ForConditionalGeneration", "MistralLarge4ForConditionalGeneration", "Glm5NextForConditionalGeneration"),
     *("LlavaNextForConditionalGeneration", "Idefics2ForConditionalGeneration", "Exaone4_5_ForConditionalGeneration"),
-    "Qwen4ExpForConditionalGeneration",
+    *("Qwen4ExpForConditionalGeneration", "HYV4VLForConditionalGeneration", "Step3p7ForConditionalGeneration"),
 )
 TIED = (
     "Lfm3VlForConditionalGeneration",
@@ -63,6 +63,8 @@ TIED = (
 )  # the same, and true by default
 EITHER_COUNTS = (  # in which it counts in either place
     *("LlavaForConditionalGeneration", "LlavaOnevisionForConditionalGeneration", "GlmOcrForConditionalGeneration"),
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"),
+    *("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration"),
 )
 
 # The text is of one family, whatever model_type text_config names, as in transformers.

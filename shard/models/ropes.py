@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from .fields import AGAIN, FULL, SLIDING, Config, boolean, number, shown
+from .fields import AGAIN, FULL, SIZES, SLIDING, Config, boolean, number, shown
 from .shape import Unsupported
 from .traits import Rope, TemperatureTuning
 
@@ -23,6 +23,7 @@ MISTRAL_YARN = {  # defaults
 ROPES = ("rope_parameters", "rope_scaling")
 ORIGINAL = "original_max_position_embeddings"
 FORMERLY = {"su": "longrope"}  # of Phi 3's first config.json
+MOST = SIZES["max_position_embeddings"]
 
 
 def rope(config: Config) -> Rope:
@@ -106,6 +107,11 @@ def _yarn(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     amplitude = _logarithmic(factor, first) / _logarithmic(factor, second) if first and second else _logarithmic(factor, 1.0)
     whole = boolean("truncate", values.get("truncate", True))
     original = int(number(values, ORIGINAL, float(config["max_position_embeddings"])))
+    if theta <= 1 or not 1 <= original <= MOST / factor:
+        raise Unsupported(
+            f"config.json says rope_theta {theta:g}, and yarn from {original} positions to {factor:g} times as many: a theta above "
+            f"1 is needed, and from 1 to {MOST} positions: {AGAIN}"
+        )
     strength = number(values, "llama_4_scaling_beta") if values.get("llama_4_scaling_beta") else 0.0
     return Rope(
         theta=theta,
@@ -135,7 +141,7 @@ def sharpness(config: Config) -> float:
 
 def _longrope(config: Config, values: Mapping[str, Any], theta: float) -> Rope:
     """LongRoPE in Phi's form: the amplitude follows from the context length that it is stretched to, whichever factors are used."""
-    original = number(values, ORIGINAL, most=1 << 30)
+    original = number(values, ORIGINAL, most=MOST)
     factor = number(values, "factor", config["max_position_embeddings"] / original)
     amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return Rope(

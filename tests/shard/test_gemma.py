@@ -54,6 +54,10 @@ GEMMA3_4B = {
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
     "sliding_window": 1024,
 }
+KINDS_WITHOUT_PATTERN = {
+    "layer_types": ["full_attention", *["sliding_attention"] * 25],
+    "sliding_window_pattern": None,  # not read then
+}
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,7 @@ GEMMA3_4B = {
     [
         (GEMMA2_2B, transformers.Gemma2Config),
         (GEMMA3_1B, transformers.Gemma3TextConfig),
+        (GEMMA3_1B | KINDS_WITHOUT_PATTERN, transformers.Gemma3TextConfig),
         (GEMMA3_4B, transformers.Gemma3TextConfig),
     ],
 )

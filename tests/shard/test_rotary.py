@@ -118,6 +118,9 @@ def test_yarn_extends_max_positions_unless_the_original_number_is_given() -> Non
         ({"beta_fast": -1}, "beta_fast"),
         ({"factor": "x"}, "factor"),
         ({"attention_factor": 0}, "attention_"),
+        ({"rope_theta": 1.0}, "rope_theta 1, and yarn .* a theta above 1"),  # its logarithm divides
+        ({"original_max_position_embeddings": 0.5}, "yarn from 0 positions"),
+        ({"factor": 1e12}, r"from 128 positions to 1e\+12 times as many"),  # tables would have a row for each
     ],
 )
 def test_invalid_rope_parameters_are_refused(invalid: dict[str, Any], word: str) -> None:

@@ -19,6 +19,7 @@ from penstock.launcher import checkpoint
 from penstock.shard.decoding.hypotheses import Search
 from penstock.shard.image_cache import ImageCache
 from penstock.shard.memory import _image_needs, size_pool
+from penstock.shard.models.families import shape
 from penstock.shard.models.shape import Unsupported
 from penstock.shard.parallel import Ranks
 from penstock.shard.sequence import Group, Sampling
@@ -80,6 +81,33 @@ def test_gemma4_logits_of_image_tokens_are_right_if_last_layers_skip_unwanted_ro
     expected = [vision_models.logits(reference, "Gemma4Both", one_prompt) for one_prompt in prompts]
     wanted = [expected[0][end - spans[0].wanted : end], expected[1][1:]]
     assert_logits_close(runner.run(parted(spans)), torch.cat(wanted))
+
+
+TWO_FIELDS = (
+    "Qwen2VL",
+    "Qwen2_5_VL",
+    "Qwen3VL",
+    "Glm4v",
+    "Glm4vMoe",
+    "GlmOcr",
+    "HYV4VL",
+    "MiniMaxM3",
+    "Step3p7",
+    "Llava",
+    "Idefics3",
+)
+
+
+@pytest.mark.parametrize("name", TWO_FIELDS)
+@pytest.mark.parametrize("beside_text", [False, True])
+def test_embeddings_are_tied_as_in_transformers_if_text_config_contradicts(name: str, beside_text: bool, tmp_path: Path) -> None:
+    """transformers writes the text's own default, false, there also for a model whose embeddings are tied."""
+    reference = vision_models.make_model(name, tmp_path)
+    config = reference.config.to_dict()
+    config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"] = beside_text, not beside_text
+    model = type(reference)(type(reference.config).from_dict(json.loads(json.dumps(config))))
+    expected = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert shape(config | {"architectures": [type(reference).__name__]}).tied == expected
 
 
 def prompt_of(vision_model: VisionModel, seed: int, sizes: list[tuple[int, int]] = SIZES, words: int = 5) -> ImagePrompt:
