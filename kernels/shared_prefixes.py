@@ -9,6 +9,7 @@ whose each is. Only decodes (rows of one query) share: others do enough with a k
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from math import isnan
 
 import numpy
 import torch
@@ -155,6 +156,29 @@ def _longer(block: Block, slots: Tensor, count: int, mask: Tensor | None) -> Vie
 
 def attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
     """As `attention.attention`."""
+    answer = _attention(query, cache, plan, how)
+    if plan.bundles and isnan(answer[: _end(plan.bundles[-1])].sum()):
+        # A number that is not finite reaches all rows of its bundle: its weight is 0 for the others, but 0 times NaN is NaN.
+        blocks = [*chain.from_iterable(map(_apart, plan.bundles)), *plan.blocks]
+        answer = _attention(query, cache, replace(plan, bundles=[], blocks=blocks), how)
+    return answer
+
+
+def _end(block: Block) -> int:
+    """The token after a block's last."""
+    return block.start + block.rows * block.queries
+
+
+def _apart(bundle: Block) -> Iterator[Block]:
+    """Each row of a bundle by itself, with the keys that it sees."""
+    view = bundle.views[0]
+    for token, slots in enumerate(view.slots.view(bundle.rows, -1).repeat_interleave(bundle.queries, 0)):
+        row, query = divmod(token, bundle.queries)
+        own = slots[view.mask[row, 0, query] == 0] if view.mask is not None else slots
+        yield Block(bundle.start + token, 1, 1, {0: View(len(own), own, None)})
+
+
+def _attention(query: Tensor, cache: Tensor, plan: Plan, how: AttentionOptions) -> Tensor:
     if not plan.levels:
         return plain.attention(query, cache, [*plan.bundles, *plan.blocks], how)
     assert not how.softcap

@@ -255,12 +255,33 @@ def test_beams_of_equal_width_form_one_block_of_bundles() -> None:
     assert not PagedRows([(1, 128 + shared_prefixes.ALONE // SIZE)] * 4, 16, sharing=1.0).check(2, 0).levels  # all keys are shared
 
 
-def test_bundles_within_a_run_match_plain_attention() -> None:
-    """The prefix that beams of two groups share is a run, and the rest of each group is a bundle."""
+def beam_groups_with_a_run() -> PagedRows:
+    """Of three groups two share their first pages."""
     batch = beam_groups([4, 4, 4], 480)
     first = batch.rows[0].pages[:10]
     batch.rows = [replace(row, pages=[*first, *row.pages[10:]]) if i < 8 else row for i, row in enumerate(batch.rows)]
-    plan = batch.check(4, 0)
+    return batch
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("in_run", [False, True])
+def test_numbers_that_are_not_finite_stay_in_their_row_of_a_bundle(value: float, in_run: bool) -> None:
+    """Rows of a bundle may be those of different requests."""
+    batch = beam_groups_with_a_run() if in_run else beam_groups([4, 3], 160)
+    query = torch.randn(len(batch.rows), 4 * KV_HEADS, SIZE)
+    expected, plan = batch.attend(query, 0)
+    assert plan.bundles
+    assert bool(plan.levels) == in_run
+    batch.cache[batch.slots(batch.rows[2])[-1]] = value
+    found, _ = batch.attend(query, 0)
+    assert found[2].isnan().any()
+    others = [i for i in range(len(batch.rows)) if i != 2]
+    torch.testing.assert_close(found[others], expected[others])
+
+
+def test_bundles_within_a_run_match_plain_attention() -> None:
+    """The prefix that beams of two groups share is a run, and the rest of each group is a bundle."""
+    plan = beam_groups_with_a_run().check(4, 0)
     assert [[(block.rows, block.queries, block.views[0].length) for block in level.blocks] for level in plan.levels] == [
         [(1, 8, 160)]
     ]
