@@ -1,4 +1,4 @@
-"""Runs the `penstock` command, as `python -m penstock.launcher` or by the script of that name."""
+"""Runs the `penstock` command, as `python -m penstock`, `python -m penstock.launcher` or by the script of that name."""
 
 import sys
 

@@ -53,13 +53,14 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "penstock.launcher", *arguments], capture_output=True, text=True, timeout=60)
+def run(*arguments: str, module: str = "penstock.launcher") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, timeout=60)
 
 
 def test_version_and_help() -> None:
     for arguments in (["--version"], ["serve", "--version"], ["plan", "--version"]):
         assert run(*arguments).stdout.startswith("penstock 0.")
+    assert run("--version", module="penstock").stdout.startswith("penstock 0.")
     assert "penstock serve --help" in run().stdout
     for client in ("chat", "top"):
         assert (
