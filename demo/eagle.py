@@ -24,16 +24,15 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from .amounts import amount, positive
 from .lessons import conversations
 from .network import Dimensions, FeedForward, Llama, rotary_tables, rotate
 from .train import (
-    amount,
     batches,
     descend,
     encoded,
     load_model,
     model_config,
-    positive,
     save_tensors,
     target_dimensions,
     weighted_loss,

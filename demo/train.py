@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .amounts import amount, positive
 from .lessons import Message, conversations, first_lessons
 from .network import Dimensions, Llama
 
@@ -348,19 +349,6 @@ def target_dimensions(vocabulary: int) -> Dimensions:
 def draft_dimensions(vocabulary: int) -> Dimensions:
     """The size of the draft."""
     return Dimensions(vocabulary, hidden=128, layers=2, heads=4, kv_heads=2, intermediate=352)
-
-
-def positive(text: str) -> float:
-    """An argument that is a number above 0."""
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text}: a number above 0 is needed")
-    return value
-
-
-def amount(text: str) -> int:
-    """An argument that is a whole number above 0."""
-    positive(text)
-    return int(text)
 
 
 def arguments() -> argparse.Namespace:
