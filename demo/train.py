@@ -10,6 +10,7 @@ the same machine; `--minutes` only shortens a run on a slow one.
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count, islice
@@ -278,6 +279,13 @@ def load_model(model: Llama, folder: Path) -> None:
     model.load_state_dict(state)
 
 
+def trained(folder: Path) -> Path:
+    """The folder; ends the script if it has no trained model."""
+    if not any(folder.glob("*.safetensors")):
+        sys.exit(f"{folder} has no model: train it first, by python -m penstock.demo.train --out {folder.parent} --only model")
+    return folder
+
+
 def _shards(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     for name, value in state.items():
@@ -375,6 +383,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains what the command line asks for."""
     options = arguments()
+    if options.only == "draft":
+        trained(options.out / "model")
+    if options.resume:
+        trained(options.resume)
     torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_file(str(options.tokenizer)) if options.tokenizer else train_tokenizer(options.seed)
     # Tensor-parallel ranks split the vocabulary, so its size is a round number.
