@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.bench.local_server import HOST, LocalServer
+from penstock.demo.amounts import amount
 
 CONNECTING = 256  # connections that are being made at a time
 SPARE = 200  # open files that a process needs beside its connections
@@ -102,8 +103,8 @@ def raised(wanted: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connections", type=int, default=10_000)
-    parser.add_argument("--tokens", type=int, default=20, help="of each answer")
+    parser.add_argument("--connections", type=amount, default=10_000)
+    parser.add_argument("--tokens", type=amount, default=20, help="of each answer")
     parser.add_argument("--max-concurrent-requests", default="128", help="the server's limit")
     options = parser.parse_args()
     connections = raised(options.connections)

@@ -24,18 +24,18 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from .amounts import amount, positive
 from .lessons import conversations
 from .network import Dimensions, FeedForward, Llama, rotary_tables, rotate
 from .train import (
-    amount,
     batches,
     descend,
     encoded,
     load_model,
     model_config,
-    positive,
     save_tensors,
     target_dimensions,
+    trained,
     weighted_loss,
     write_json,
 )
@@ -358,8 +358,9 @@ def main() -> None:
     """Trains the head that the command line asks for."""
     options = arguments()
     torch.set_num_threads(options.threads)
-    tokenizer = Tokenizer.from_file(str(options.out / "model" / "tokenizer.json"))
-    target = load_target(options.out / "model")
+    folder = trained(options.out / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    target = load_target(folder)
     torch.manual_seed(options.seed)
     vocabulary = target.dimensions.vocabulary
     head = Head(head_dimensions(vocabulary), draft_vocabulary(tokenizer, options.seed, DRAFT_VOCABULARY))

@@ -20,8 +20,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from . import eagle
+from .amounts import amount
 from .lessons import KINDS, Question, questions
-from .train import amount
 
 HERE = Path(__file__).parent
 LEAST_RIGHT = 0.9

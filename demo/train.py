@@ -10,6 +10,7 @@ the same machine; `--minutes` only shortens a run on a slow one.
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, count, islice
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .amounts import amount, positive
 from .lessons import Message, conversations, first_lessons
 from .network import Dimensions, Llama
 
@@ -277,6 +279,13 @@ def load_model(model: Llama, folder: Path) -> None:
     model.load_state_dict(state)
 
 
+def trained(folder: Path) -> Path:
+    """The folder; ends the script if it has no trained model."""
+    if not any(folder.glob("*.safetensors")):
+        sys.exit(f"{folder} has no model: train it first, by python -m penstock.demo.train --out {folder.parent} --only model")
+    return folder
+
+
 def _shards(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     shards: list[dict[str, Tensor]] = [{}]
     for name, value in state.items():
@@ -350,19 +359,6 @@ def draft_dimensions(vocabulary: int) -> Dimensions:
     return Dimensions(vocabulary, hidden=128, layers=2, heads=4, kv_heads=2, intermediate=352)
 
 
-def positive(text: str) -> float:
-    """An argument that is a number above 0."""
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text}: a number above 0 is needed")
-    return value
-
-
-def amount(text: str) -> int:
-    """An argument that is a whole number above 0."""
-    positive(text)
-    return int(text)
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Train the demo model and its draft.")
@@ -387,6 +383,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains what the command line asks for."""
     options = arguments()
+    if options.only == "draft":
+        trained(options.out / "model")
+    if options.resume:
+        trained(options.resume)
     torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_file(str(options.tokenizer)) if options.tokenizer else train_tokenizer(options.seed)
     # Tensor-parallel ranks split the vocabulary, so its size is a round number.

@@ -16,6 +16,7 @@ from .parts import Hung, Signal, Stage
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # signals that ask to stop
 ECHO = 0.5  # seconds in which a second signal counts as the first: `timeout` and others pass on what the terminal sends to all
 POLL = 0.05  # seconds between two polls of /health while the model loads
+AWAY = 1.0  # and while the router has no replica of the rank group
 HEALTH, READY = "/health", "/health/ready"  # paths polled until they answer 200: at first, and after a restart
 
 
@@ -60,18 +61,18 @@ def watch_hang_reports(path: Path, put: Callable[[Hung], None]) -> None:
 
 
 def watch_health(host: str, port: int, path: str, put: Callable[[Stage], None], wanted: Callable[[], bool]) -> None:
-    """Polls until the answer is 200, or 404 (a replica that has left the router), or `wanted` is False. Puts a Stage when a new one
-    is named."""
+    """Polls until the answer is 200 or `wanted` is False: 404 is that of a replica that has left the router, and may join again.
+    Puts a Stage when a new one is named."""
     last = ""
     while wanted():
         status, stage = health(host, port, path)
-        if status in (200, 404):
+        if status == 200:
             return
         kind = re.sub(r"[\d.,]+ ?%?", "", stage)  # "loading weights 40 %" is the same stage as 30 %
         if stage and kind != last:
             put(Stage(stage))
             last = kind
-        time.sleep(POLL)
+        time.sleep(AWAY if status == 404 else POLL)
 
 
 def health(host: str, port: int, path: str = HEALTH) -> tuple[int, str]:

@@ -31,7 +31,7 @@ class Supervisor:
         self,
         *,
         router: Part | None,  # None: started elsewhere
-        groups: Mapping[str, Part],  # by the names of their replicas; replicas started elsewhere are not among them
+        groups: Mapping[str, Part],  # by their numbers in the router's settings; those started elsewhere are not among them
         environment: Mapping[str, str],
         console: Console,
         health: tuple[str, int],  # host and port of the router's /health
@@ -207,7 +207,7 @@ class Supervisor:
             self._watch(part, READY, NOTICE)
         elif self._router is not None and self._served:  # otherwise it is still watched from its start
             [name] = [name for name, group in self._groups.items() if group is part]
-            self._watch(part, f"{READY}?replica={name}", NOTICE)
+            self._watch(part, f"{READY}?group={name}", NOTICE)
         return None
 
     def _follow(self, part: Part) -> None:

@@ -448,7 +448,8 @@ class Batcher:
         self._forget(stream)
         stream.run.ended, stream.run.generated = now, stream.generated
         assert stream.finish is not None
-        self._metrics.done(stream.request, stream.finish, stream.run.generated, stream.run.first - stream.started)
+        validation = stream.arrived - (stream.request.arrived or stream.arrived)
+        self._metrics.done(stream.request, stream.finish, stream.run.generated, validation, stream.run.first - stream.started)
 
     def _fail(self, uid: int, failure: Exception) -> None:
         """Ends one stream with an error."""

@@ -2,7 +2,7 @@
 
 Names with `tgi_` are text-generation-inference's, with its meaning, so that its dashboards work. Who counts what:
   batcher   each submitted request (`arrived`, then `done` or `failed`), each step, the gauges of its state (`watch`)
-  api       requests that it refuses before they reach the batcher (`turned_away`)
+  api       requests that it refuses before they reach the batcher (`turned_away`), and those that it finds valid (`validated`)
 
 Names with `vllm:` are vLLM's, which gateways, autoscalers and dashboards read. Nothing is counted for them: they are derived from
 ours when they are scraped.
@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 
 from ..proto import shard_pb2
 from .request import Failure, Finish, Request
-from .scheduler import Action, Filter, Prefill
+from .scheduler import Action, Decode, Filter, Prefill
 
 SECONDS = tuple(1e-4 * 1.5**power for power in range(1, 36))  # to 146 s, as in TGI
 RECOVERY = tuple(0.5 * 1.5**power for power in range(19))  # to 12 minutes: large models take long to load
@@ -36,7 +36,7 @@ COUNTERS = {
     "tgi_request_failure": ("Requests that failed", ("err",)),
     "tgi_batch_inference_count": ("Steps requested from the shards", ("method",)),
     "tgi_batch_inference_success": ("Steps completed by the shards", ("method",)),
-    "tgi_batch_inference_failure": ("Steps in which a group failed", ("method",)),
+    "tgi_batch_inference_failure": ("Steps in which a group failed, or whose shards were lost", ("method",)),
     "tgi_batch_concat": ("Steps in which requests joined a running batch", ("reason",)),
     "penstock_client_disconnects": ("Requests whose client disconnected before their end", ()),
     "penstock_prompt_tokens": ("Prompt tokens computed, recomputed ones included", ()),
@@ -103,14 +103,14 @@ REPLICA_GAUGES = {
     "penstock_replica_pages_free": ("penstock_pages_free", "Free pages of the replica, including cached prefixes"),
 }
 HISTOGRAMS = {
-    "tgi_request_duration": ("Seconds from arrival to the end", (), SECONDS),
-    "tgi_request_validation_duration": ("Seconds of validating a request, tokenization included", (), SECONDS),
-    "tgi_request_queue_duration": ("Seconds from arrival to the first step that computed something", (), SECONDS),
+    "tgi_request_duration": ("Seconds from arrival to the end: validation, queue and inference", (), SECONDS),
+    "tgi_request_validation_duration": ("Seconds from arrival to the queue, tokenization included", (), SECONDS),
+    "tgi_request_queue_duration": ("Seconds in the queue, until the first step that computed something", (), SECONDS),
     "tgi_request_inference_duration": ("Seconds from the first step that computed something of a request to its end", (), SECONDS),
     "tgi_request_mean_time_per_token_duration": ("Seconds of inference per generated token", (), SECONDS),
     "tgi_request_generated_tokens": ("Generated tokens of a request", (), TOKENS),
-    "tgi_request_input_length": ("Prompt tokens of a request", (), TOKENS),
-    "tgi_request_max_new_tokens": ("Most tokens that a request may generate", (), TOKENS),
+    "tgi_request_input_length": ("Prompt tokens of a valid request", (), TOKENS),
+    "tgi_request_max_new_tokens": ("Most tokens that a valid request may generate", (), TOKENS),
     "tgi_request_skipped_tokens": ("Tokens per step beyond the first (speculative decoding)", (), TOKENS),
     "tgi_batch_next_size": ("Requests whose prefill began in a step", (), TOKENS[:11]),
     "tgi_batch_inference_duration": ("Seconds of a step, as the router sees it", ("method",), SECONDS),
@@ -129,6 +129,8 @@ HISTOGRAMS = {
         (),
         SECONDS,
     ),
+    "penstock_request_prompt_tokens": ("Prompt tokens of an answered request", (), TOKENS),
+    "penstock_request_max_new_tokens": ("Most tokens that an answered request might generate", (), TOKENS),
     "penstock_request_choices": ("Answers requested (n, best_of)", (), TOKENS[:8]),
 }
 POSITIONS = 8  # draft positions counted separately; the last one stands for all beyond
@@ -214,17 +216,28 @@ class Metrics:
         self.arrived()
         self.failed(kind)
 
-    def validated(self, seconds: float) -> None:
-        """A request was validated in so many seconds."""
-        self._rows["tgi_request_validation_duration"].observe(seconds)
+    def validated(self, prompt: int, max_new_tokens: int) -> None:
+        """A request is valid. prompt: its tokens."""
+        self._rows["tgi_request_input_length"].observe(prompt)
+        self._rows["tgi_request_max_new_tokens"].observe(max_new_tokens)
+
+    def requested(self, action: Prefill | Decode) -> None:
+        """A step was requested from the shards."""
+        self._method(action).count.inc()
+
+    def lost(self, action: Prefill | Decode) -> None:
+        """The shards were lost with a step that they had not answered."""
+        self._method(action).failure.inc()
+
+    def _method(self, action: Prefill | Decode) -> "_Method":
+        return self._methods["prefill" if isinstance(action, Prefill) else "decode"]
 
     def step(self, action: Action, seconds: float, reply: shard_pb2.StepReply | None) -> None:
         """The shards have answered a command; `reply` is None for a filter."""
         if reply is None or isinstance(action, Filter):
             self._filter.observe(seconds)
             return
-        method = self._methods["prefill" if isinstance(action, Prefill) else "decode"]
-        method.count.inc()
+        method = self._method(action)
         method.seconds.observe(seconds)
         method.forward.observe(reply.seconds)
         method.decode.observe(max(0.0, seconds - reply.seconds))
@@ -288,20 +301,21 @@ class Metrics:
         """A request's first token, so many seconds after its arrival."""
         self._rows["penstock_time_to_first_token_seconds"].observe(seconds)
 
-    def done(self, request: Request, finish: Finish, generated: int, prefill: float) -> None:
-        """A request was answered to its end: `finish` is its last choice's, `generated` are the tokens of all, `prefill` are the
-        seconds of its inference before its first token."""
+    def done(self, request: Request, finish: Finish, generated: int, validation: float, prefill: float) -> None:
+        """A request was answered to its end: `finish` is its last choice's, `generated` are the tokens of all, `validation` are the
+        seconds before it was queued, `prefill` those of its inference before its first token."""
         self._counters["tgi_request_success"].inc()
         self._counters["penstock_finished_requests"].labels(reason=finish.reason).inc()
         decode, later = finish.inference_seconds - prefill, finish.generated_tokens - 1
         observe = {
-            "tgi_request_duration": finish.queue_seconds + finish.inference_seconds,
+            "tgi_request_duration": validation + finish.queue_seconds + finish.inference_seconds,
+            "tgi_request_validation_duration": validation,
             "tgi_request_queue_duration": finish.queue_seconds,
             "tgi_request_inference_duration": finish.inference_seconds,
             "tgi_request_mean_time_per_token_duration": finish.inference_seconds / finish.generated_tokens,
             "tgi_request_generated_tokens": generated,
-            "tgi_request_input_length": len(request.prompt),
-            "tgi_request_max_new_tokens": request.max_new_tokens,
+            "penstock_request_prompt_tokens": len(request.prompt),
+            "penstock_request_max_new_tokens": request.max_new_tokens,
             "penstock_prefill_seconds": prefill,
             "penstock_decode_seconds": decode,
             "penstock_time_per_output_token_seconds": decode / later if later else 0.0,
@@ -433,9 +447,9 @@ VLLM = {
     "vllm:request_inference_time_seconds": "tgi_request_inference_duration",
     "vllm:request_prefill_time_seconds": "penstock_prefill_seconds",
     "vllm:request_decode_time_seconds": "penstock_decode_seconds",
-    "vllm:request_prompt_tokens": "tgi_request_input_length",
+    "vllm:request_prompt_tokens": "penstock_request_prompt_tokens",
     "vllm:request_generation_tokens": "tgi_request_generated_tokens",
-    "vllm:request_params_max_tokens": "tgi_request_max_new_tokens",
+    "vllm:request_params_max_tokens": "penstock_request_max_new_tokens",
     "vllm:request_params_n": "penstock_request_choices",
 }
 REASONS = {"length": "length", "eos_token": "stop", "stop_sequence": "stop"}

@@ -148,8 +148,8 @@ class GrpcShards:
         for rank, info in enumerate(infos):
             if (info.rank, info.ranks) != (rank, len(infos)):
                 raise Broken(
-                    f"the shard at {self._addresses[rank]} is rank {info.rank} of {info.ranks}, rank {rank} of {len(infos)} was "
-                    "expected: give the router the addresses of one rank group, rank 0 first"
+                    f"address {rank + 1} of {len(infos)} leads to rank {info.rank} of {info.ranks}, rank {rank} of {len(infos)} "
+                    "was expected: give the router the addresses of one rank group, rank 0 first"
                 )
         self._learn(infos[0])
 
@@ -228,7 +228,7 @@ class GrpcShards:
                     took = monotonic() - asked
                     silent = silent + took if took > SOON else 0.0
                     if not target.startswith("unix:"):
-                        self._stage = f"waiting for shard rank {rank} at {target}: {error.details()}"
+                        self._stage = f"waiting for shard rank {rank}, which can't be reached: the log says why"  # and where
                         if monotonic() > began + UNREACHED and error.details() != logged:
                             logged = error.details()
                             logger.warning("shard rank %d at %s can't be reached: %s", rank, target, logged)
@@ -368,7 +368,8 @@ def _target(address: str) -> str:
 
 def _broken(rank: int, error: grpc.aio.AioRpcError) -> Broken:
     if error.code() in GONE:
-        return Broken(f"shard rank {rank} is lost: {error.details()}")
+        logger.warning("shard rank %d is lost: %s", rank, error.details())  # not for clients: it may name addresses
+        return Broken(f"shard rank {rank} is lost")
     if error.code() is grpc.StatusCode.ABORTED:
         return Superseded("another router has taken the shards, which serve one router: stop the other, or give it its own")
     return Broken(f"shard rank {rank}: {error.details()} ({error.code().name})")

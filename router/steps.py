@@ -76,6 +76,8 @@ class Steps:
             action = self.scheduler.next()
             if action is None:
                 return
+            if not isinstance(action, Filter):
+                self._metrics.requested(action)
             now = monotonic()
             self._underway.append(Underway(action, now, self._shards.execute(self._command(action, now, ahead))))
 
@@ -105,7 +107,13 @@ class Steps:
         began = max(oldest.sent, self._free)
         await self._near_end(oldest, began)
         self.send(2)
-        reply = await oldest.reply
+        try:
+            reply = await oldest.reply
+        except Broken:
+            for one in self._underway:
+                if not isinstance(one.action, Filter):
+                    self._metrics.lost(one.action)
+            raise
         self._free = monotonic()
         self._underway.popleft()
         return self._report(oldest.action, self._free - began, reply)

@@ -160,6 +160,10 @@ class Tokenizer:
         """The text of a whole sequence, as the tokenizers library gives it."""
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def knows(self, id: int) -> bool:
+        """Whether there is such a token."""
+        return self._tokenizer.id_to_token(id) is not None
+
     async def chat_prompt(self, chat: Chat, template: str | None = None) -> str:
         """Renders a chat as the prompt's text, special tokens included: encode it without adding more. Does not block the event
         loop, and is limited in time and memory.

@@ -116,11 +116,12 @@ class Validator:
         self,
         config: RouterConfig,
         tokenizer: Tokenizer,
-        observe: Callable[[float], None] = lambda seconds: None,
+        observe: Callable[[int, int], None] = lambda prompt, max_new_tokens: None,
         adapters: Adapters | None = None,
     ) -> None:
-        """observe: called with the seconds that validating a request took; adapters: the registry, if adapters may be loaded at run
-        time. Raises Misconfigured if the operator requires images, which the model does not support."""
+        """observe: called with the tokens of each valid request, and the most that it may generate; adapters: the registry, if
+        adapters may be loaded at run time. Raises Misconfigured if the operator requires images, which the model does not
+        support."""
         self._config = config
         self._adapters = adapters or Adapters(config.model, config.adapters)
         self._tokenizer = tokenizer
@@ -134,10 +135,9 @@ class Validator:
         self, prompt: str | Sequence[int], parameters: Parameters, limits: Limits, *, add_special_tokens: bool = True
     ) -> Request:
         """The validated request. Raises Refused, Overloaded, or Expired if its timeout is over before."""
-        began = monotonic()
         async with in_time(parameters):
             request = await self._request(prompt, parameters, limits, add_special_tokens)
-        self._observe(monotonic() - began)
+        self._observe(len(request.prompt), request.max_new_tokens)
         return request
 
     async def _request(

@@ -152,3 +152,13 @@ def test_scripts_refuse_amounts_that_are_not_above_0(
         script.arguments()
     assert ended.value.code == 2
     assert f"argument {flag}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("script", "flags"), [(train, ["--only", "draft"]), (train, ["--resume", "model"]), (eagle, [])])
+def test_scripts_end_with_one_line_where_there_is_no_model(
+    script: ModuleType, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script", "--out", ".", *flags])
+    with pytest.raises(SystemExit, match=r"^model has no model: train it first, by python -m penstock.demo.train --out \. "):
+        script.main()

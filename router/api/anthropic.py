@@ -192,6 +192,8 @@ def _chat(body: MessagesBody, messages: list[dict[str, Any]]) -> Conversation:
             raise Refused('`output_config.format` must have the type "json_schema", and a `schema`', "output_config.format")
         same["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": format["schema"]}}
     choice, parallel = choice_of(body.tool_choice)
+    if choice == "required" and not body.tools:  # in Anthropic's words
+        raise Refused('`tool_choice` of type "any" needs `tools`', "tool_choice")
     return Conversation(
         **same,
         messages=messages,

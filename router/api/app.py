@@ -83,7 +83,7 @@ def make_app(
     async def render_metrics(http: web.Request) -> web.Response:
         return web.Response(body=metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    probe = Probes(batcher, replicas)
+    probe = Probes(config, batcher, replicas)
     page = Page(config, batcher, metrics, probe.health, config.max_images if validator.image_placer is not None else 0)
     app.on_shutdown.append(page.close)
     if validator.image_placer is not None:

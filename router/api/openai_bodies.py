@@ -61,8 +61,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 REASONS = {
     "suffix": "Suffix is not supported and can be achieved by preprocessing the prompt.",
-    "functions": "`functions` is not supported: use `tools`",
-    "function_call": "`function_call` is not supported: use `tool_choice`",
+    "functions": "`functions` is not supported: use `tools`, which chats have",
+    "function_call": "`function_call` is not supported: use `tool_choice`, which chats have",
     "bad_words": "`bad_words` is not supported: forbid tokens with a `logit_bias` of -100",
     "previous_response_id": "`previous_response_id` is not supported: the server keeps no answers; send the whole conversation",
     "conversation": "`conversation` is not supported: the server keeps no conversations; send all of it as `input`",
@@ -119,6 +119,11 @@ class Common(Format, kw_only=True):
     num_beams: int | None = None  # this and the next two are penstock's own, with transformers' names
     length_penalty: float | None = None
     early_stopping: bool | str | None = None  # a bool, or "never"
+
+    @property
+    def unknown(self) -> list[str]:
+        """Fields inside of others, as paths, that are unknown and ask for something."""
+        return []
 
 
 class Body(Common, kw_only=True):
@@ -222,7 +227,7 @@ def body_of(
     """The body, and the response header that names its unknown fields. Raises HttpError or Refused, also for the first of the
     fields `unsupported` that asks for something, and for unknown ones if the operator wants that."""
     body, names = decode_named(http, kind)
-    unknown = sorted(set(names) - set(body.__struct_fields__) - HARMLESS)
+    unknown = sorted({*set(names) - set(body.__struct_fields__) - HARMLESS, *body.unknown})
     if unknown and config.unknown_fields == "refuse":
         raise Refused(f"`{unknown[0]}` is not a field of this route (--unknown-fields refuse)", unknown[0])
     refuse_unsupported(body, unsupported)

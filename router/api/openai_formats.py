@@ -111,18 +111,25 @@ def _structured(given: dict[str, Any]) -> Grammar | None:
         )
     [kind] = constraints
     asked = _constraint(kind, found[kind], f"structured_outputs.{kind}")
-    pattern = "" if found.get("disable_any_whitespace") else found.get("whitespace_pattern")
-    return asked if pattern is None or asked.kind != "json_schema" else _spaced(asked, pattern)
+    name = "disable_any_whitespace" if found.get("disable_any_whitespace") else "whitespace_pattern"
+    pattern = "" if name == "disable_any_whitespace" else found.get(name)
+    if pattern is None or asked.kind != "json_schema":
+        return asked
+    return _spaced(asked, pattern, f"structured_outputs.{name}")
 
 
-def _spaced(asked: Grammar, pattern: Any) -> Grammar:
-    """A schema with this whitespace pattern for its answers. Raises Refused."""
+def _spaced(asked: Grammar, pattern: Any, name: str) -> Grammar:
+    """A schema with this whitespace pattern for its answers, beside its own options. `name`: the field that asks for it. Raises
+    Refused."""
     if not isinstance(pattern, str):
-        raise Refused("`structured_outputs.whitespace_pattern` must be a string", "structured_outputs.whitespace_pattern")
+        raise Refused(f"`{name}` must be a string", name)
     schema = json.loads(asked.source)
-    if schema is not False:
-        schema["x-guidance"] = {"whitespace_pattern": pattern}
-    return _json_schema(schema, "structured_outputs.whitespace_pattern")
+    own = {} if schema is False else schema.get("x-guidance", {})
+    if schema is False or not isinstance(own, dict):  # nothing fits the one, and the other is refused for what it is
+        return asked
+    if own.get("whitespace_pattern", pattern) != pattern or (pattern and own.get("whitespace_flexible") is False):
+        raise Refused(f"`{name}` contradicts the schema's own `x-guidance`: leave one of them out", name)
+    return _json_schema({**schema, "x-guidance": own | {"whitespace_pattern": pattern}}, name)
 
 
 def _constraint(kind: str, value: Any, name: str) -> Grammar:

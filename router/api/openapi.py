@@ -68,7 +68,7 @@ class Operation:
     event: Any = None  # the payload of a server-sent event, if the route streams
     statuses: Sequence[int] = (401,)
     refusal: Any = None  # the body of a 503, where that is not an error object
-    query: str = ""  # name of a query parameter that the route accepts
+    query: tuple[str, ...] = ()  # names of query parameters that the route accepts
 
     @property
     def types(self) -> list[Any]:
@@ -224,7 +224,7 @@ OPERATIONS = (
         answer=answers.Ready,
         statuses=(404, 503),
         refusal=answers.NotReady,
-        query="replica",
+        query=("replica", "group"),
     ),
     Operation(path="/health/live", summary="200 as long as the process answers", tag=OPERATION, answer=answers.Live, statuses=()),
     Operation(path="/metrics", summary="Numbers for Prometheus", tag=OPERATION, answer=str, kind=TEXT),
@@ -308,7 +308,7 @@ def _operation(operation: Operation, schemas: Schemas, keys: bool) -> Json:
     if "{id}" in operation.path:
         found["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     if operation.query:
-        found["parameters"] = [{"name": operation.query, "in": "query", "schema": {"type": "string"}}]
+        found["parameters"] = [{"name": name, "in": "query", "schema": {"type": "string"}} for name in operation.query]
     if keys and 401 in operation.statuses:
         found["security"] = [{"key": []}]
     return found

@@ -10,6 +10,8 @@ import re
 
 from aiohttp import web
 
+from ..config import RouterConfig
+from ..replica import Unknown
 from .body import json_response
 from .errors import RETRY
 from .ports import Batcher, Replicas
@@ -21,7 +23,8 @@ SHARE = re.compile(r"(\d+(?:\.\d+)?) ?%")
 class Probes:
     """The handlers of the health probes."""
 
-    def __init__(self, batcher: Batcher, replicas: Replicas | None = None) -> None:
+    def __init__(self, config: RouterConfig, batcher: Batcher, replicas: Replicas | None = None) -> None:
+        self._groups = config.groups
         self._batcher = batcher
         self._replicas = replicas
 
@@ -32,10 +35,10 @@ class Probes:
         return self._refusal({"error": "unhealthy", "error_type": "healthcheck"}, self._batcher.stage)
 
     async def ready(self, http: web.Request) -> web.Response:
-        """GET /health/ready; of one replica with ?replica=NAME."""
-        name = http.query.get("replica")
+        """GET /health/ready; of one replica with ?replica=NAME, or ?group=NUMBER."""
         ready, stage = self._batcher.ready, self._batcher.stage
-        if name is not None and self._replicas is not None:
+        if self._replicas is not None and not http.query.keys().isdisjoint(("replica", "group")):
+            name = http.query["replica"] if "replica" in http.query else self._of_group(self._replicas, http.query["group"])
             ready, own = self._one(self._replicas, name)
             stage = own if ready or own != "ready" else stage  # one that could, if the server did
         return json_response({"ready": True, "stage": stage}) if ready else self._refusal({"ready": False}, stage)
@@ -47,6 +50,15 @@ class Probes:
     def _one(self, replicas: Replicas, name: str) -> tuple[bool, str]:
         """Whether a replica takes requests, and what is the case with it. Raises Unknown."""
         return replicas.serves(name), next(each.stage for each in replicas.replicas if each.name == name)
+
+    def _of_group(self, replicas: Replicas, number: str) -> str:
+        """The name of the replica of one of the settings' rank groups: it may have left, and joined again under another name.
+        Raises Unknown."""
+        addresses = {str(place): group for place, group in enumerate(self._groups)}.get(number)
+        for each in replicas.replicas:
+            if each.addresses == addresses:
+                return each.name
+        raise Unknown(f"no replica is of rank group {number} now")
 
     def _refusal(self, content: dict[str, object], stage: str) -> web.Response:
         """The 503 response, with the stage, and its progress from 0 to 1 if that is known."""

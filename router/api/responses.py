@@ -42,6 +42,7 @@ NAMES = {
     "truncate": "truncate_prompt_tokens",
 }
 FORMAT_NAMES = {"response_format.json_schema": "text.format", "response_format": "text.format"}
+NEUTRAL_TEXT = (("verbosity", None), ("verbosity", "medium"))
 NOTHING = "reasoning.encrypted_content"  # may be named in `include`: there is none
 
 
@@ -77,6 +78,12 @@ class ResponsesBody(Common, kw_only=True):
     num_beam_groups: Any = None
     diversity_penalty: Any = None
     force_words_ids: Any = None
+
+    @property
+    def unknown(self) -> list[str]:
+        """`text.verbosity`, unless it is OpenAI's default, and whatever else `text` has beside a format."""
+        members = (self.text or {}).items()
+        return [f"text.{name}" for name, value in members if name != "format" and (name, value) not in NEUTRAL_TEXT]
 
 
 UNSUPPORTED = ResponsesBody.__struct_fields__[ResponsesBody.__struct_fields__.index("previous_response_id") :]

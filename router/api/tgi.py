@@ -133,7 +133,14 @@ class Tgi:
     async def detokenize(self, http: web.Request) -> web.Response:
         """POST /detokenize, which is vLLM's."""
         body = decode(http, DetokenizeBody)
-        return json_response({"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens, False)})
+        return json_response({"prompt": await asyncio.to_thread(self._text, body.tokens)})
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """The text of these ids. Raises Refused for one without a token, which the tokenizer would leave out."""
+        strange = next((id for id in ids if not self._tokenizer.knows(id)), None)
+        if strange is not None:
+            raise Refused(f"`tokens` has the id {strange}, and the tokenizer has no such token", "tokens")
+        return self._tokenizer.decode(ids, False)
 
     async def tokenizer_info(self, http: web.Request) -> web.Response:
         """GET /tokenizer_info, which is vLLM's; lm-eval asks it where it has no tokenizer of its own."""

@@ -1,8 +1,8 @@
 """A fake router or shard for tests of the launcher: `fake_child.py NAME PORT BEHAVIOUR...`. It imports nothing of penstock.
 
-Behaviours: `serves` answers /health on PORT; `drains` takes 0.3 s to end after SIGTERM; `stubborn` ignores SIGTERM; `fails CODE`
-writes log lines and exits with CODE; `records FOLDER CONFIGURATION` writes its arguments, environment and configuration to FOLDER.
-Any other word, such as `runs`, has no effect: the process runs until it is told to stop.
+Behaviours: `serves` answers /health on PORT, with `left` 404 for rank group 1; `drains` takes 0.3 s to end after SIGTERM;
+`stubborn` ignores SIGTERM; `fails CODE` writes log lines and exits with CODE; `records FOLDER CONFIGURATION` writes its arguments,
+environment and configuration to FOLDER. Any other word, such as `runs`, has no effect: the process runs until it is told to stop.
 """
 
 import http.server
@@ -27,6 +27,10 @@ class HealthHandler(http.server.BaseHTTPRequestHandler):
     polls = 0
 
     def do_GET(self) -> None:
+        if self.path == "/health/ready?group=1" and "left" in behaviour:
+            self.send_response(404)
+            self.end_headers()
+            return
         HealthHandler.polls += 1
         loading = HealthHandler.polls < 6
         self.send_response(503 if loading else 200)

@@ -240,6 +240,20 @@ def test_dead_replica_is_restarted_and_given_up_without_the_others(launch: Calla
     assert all_ended(launcher.pids(), 0)
 
 
+def test_group_that_has_left_the_router_is_not_ready_again(launch: Callable[..., Launcher]) -> None:
+    launcher = launch("serves+left", "runs", "runs", restarts=2, replicas=True)
+    launcher.read_until_up(3)
+    for count, when in ((2, "now"), (3, "in 0.5 s")):
+        os.kill(launcher.pids("shard-1")[-1], signal.SIGKILL)
+        launcher.read_until(f"^penstock: starting replica 1 again {when}: restart")
+        while len(launcher.pids("shard-1")) < count:
+            launcher.read_until("has pid")
+        time.sleep(0.5)  # the router has been asked by then
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait_for_exit() == 0
+    assert not any("ready again" in line for line in launcher.lines)
+
+
 @pytest.mark.parametrize("replicas", [True, False])
 def test_replica_that_cannot_be_started_again_is_given_up(launch: Callable[..., Launcher], tmp_path: Path, replicas: bool) -> None:
     """The exit code is 1: with 2 a service manager would not try again."""

@@ -226,7 +226,7 @@ class FakeMetrics:
     def watch(self, name: str, read: Callable[[], float]) -> None:
         pass
 
-    def validated(self, seconds: float) -> None:
+    def validated(self, prompt: int, max_new_tokens: int) -> None:
         pass
 
     def render(self) -> bytes:

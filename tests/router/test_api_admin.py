@@ -31,7 +31,9 @@ class FakeReplicas:
         if name == "nobody":
             raise Unknown("there is no replica nobody; there are: 0")
         state = "drained" if name == "1" else "ready"
-        return Replica(name=name, addresses=("unix:/a",), state=state, stage=state, requests=1, load=20, pages=64)
+        return Replica(
+            name=name, addresses=("unix:/b" if name == "1" else "unix:/a",), state=state, stage=state, requests=1, load=20, pages=64
+        )
 
     def serves(self, name: str) -> bool:
         return self._one(name).name == "0"
@@ -164,7 +166,17 @@ def test_readiness_probe_may_name_a_replica(tokenizer: Tokenizer) -> None:
         assert (await send("GET", "/health/ready?replica=1"))[1] == {"ready": False, "stage": "drained", "progress": None}
         assert (await send("GET", "/health/ready"))[0] == 200
         described = document(RouterConfig(folder="", model="some/model"))["paths"]["/health/ready"]["get"]
-        assert [parameter["name"] for parameter in described["parameters"]] == ["replica"]
+        assert [parameter["name"] for parameter in described["parameters"]] == ["replica", "group"]
         assert {str(status) for status in found} == set(described["responses"])
 
     run(tokenizer, test)
+
+
+def test_readiness_probe_may_name_a_rank_group_whatever_its_replica_is_called(tokenizer: Tokenizer) -> None:
+    async def test(send: Send, replicas: FakeReplicas) -> None:
+        found = [(await send("GET", f"/health/ready?group={number}"))[0] for number in ("0", "1", "2", "3", "-1", "x", "")]
+        assert found == [404, 503, 200, 404, 404, 404, 404]
+        answer = (await send("GET", "/health/ready?group=0"))[1]
+        assert answer == {"error": "no replica is of rank group 0 now", "error_type": "not_found"}
+
+    run(tokenizer, test, groups=(("unix:/left",), ("unix:/b",), ("unix:/a",)))

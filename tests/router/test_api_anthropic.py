@@ -348,6 +348,15 @@ def test_invalid_field_is_a_400_that_names_it(tokenizer: Tokenizer, given: dict[
     serve(tokenizer, test)
 
 
+@pytest.mark.parametrize("tools", [{}, {"tools": []}])
+def test_forced_choice_without_tools_is_refused_in_anthropics_words(tokenizer: Tokenizer, tools: dict[str, Any]) -> None:
+    async def test(server: Server) -> None:
+        status, body, _ = await server.post(PATH, {**BODY, **tools, "tool_choice": {"type": "any"}})
+        assert (status, body["error"]["message"]) == (400, '`tool_choice` of type "any" needs `tools`')
+
+    serve(tokenizer, test)
+
+
 def test_refused_message_is_named_by_its_index_in_the_body(tmp_path: Path) -> None:
     """Its index in the chat differs: `system` comes first."""
     tokenizer = make_tokenizer(tmp_path, "{% for m in messages if m.role != 'tool' %}[{{ m.role }}]{{ m.content }}{% endfor %}")

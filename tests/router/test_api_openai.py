@@ -404,7 +404,7 @@ def test_null_parameters_are_accepted(tokenizer: Tokenizer, path: str, body: dic
             "structured_outputs.whitespace_pattern",
             "`structured_outputs.whitespace_pattern` must be a string",
         ),
-        ({"functions": [{"name": "f"}]}, "functions", "`functions` is not supported: use `tools`"),
+        ({"functions": [{"name": "f"}]}, "functions", "`functions` is not supported: use `tools`, which chats have"),
         ({"response_format": {}}, "response_format.type", FORMATS + "null"),
         ({"response_format": {"type": "xml"}}, "response_format.type", FORMATS + '"xml"'),
         ({"guided_json": {"enum": ["x" * 65_536]}}, "guided_json", "`guided_json` must have at most 65536 characters"),

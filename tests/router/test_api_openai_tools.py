@@ -255,6 +255,17 @@ PARAMETERS_TYPE = "tools[0].function.parameters.type"
             "structured_outputs.whitespace_pattern",
             "`structured_outputs.whitespace_pattern` must have at most 65536 characters",
         ),
+        (
+            {"structured_outputs": {"json": {"x-guidance": {"whitespace_pattern": " "}}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "`structured_outputs.disable_any_whitespace` contradicts the schema's own `x-guidance`: leave one of them out",
+        ),
+        (
+            {"structured_outputs": {"json": {"x-guidance": {"whitespace_flexible": False}}, "whitespace_pattern": " ?"}},
+            "structured_outputs.whitespace_pattern",
+            "`structured_outputs.whitespace_pattern` contradicts the schema's own `x-guidance`: leave one of them out",
+        ),
+        ({"structured_outputs": {"json": {"x-guidance": 3}, "whitespace_pattern": ""}}, "structured_outputs", ""),
         ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens", ""),
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages", "`messages[0].tool_calls` must be a list"),
         ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages", ""),
@@ -308,6 +319,10 @@ def const_with_whitespace(pattern: str) -> Grammar:
         (
             {"structured_outputs": {"json": '{"const":1}', "disable_any_whitespace": True, "whitespace_pattern": None}},
             const_with_whitespace(""),
+        ),
+        (
+            {"structured_outputs": {"json": {"const": 1, "x-guidance": {"lenient": True}}, "whitespace_pattern": " ?"}},
+            Grammar("json_schema", '{"const":1,"x-guidance":{"lenient":true,"whitespace_pattern":" ?"}}'),
         ),
         ({"structured_outputs": {"json": {"const": 1}, "disable_any_whitespace": False}}, CONST),
         ({"structured_outputs": {"choice": ["a"]}}, Grammar("choice", '["a"]')),

@@ -268,6 +268,9 @@ def test_neutral_and_null_parameters_are_accepted(tokenizer: Tokenizer) -> None:
         status, body, response = await server.post(PATH, {"input": "hi", **neutral, **nulls, "user": "me", "zzz": 1})
         assert status == 200, body
         assert response.headers["x-ignored-fields"] == "zzz"
+        for text, told in (({"verbosity": "low", "x": 1}, "text.verbosity, text.x"), ({"verbosity": "medium"}, None)):
+            status, _, response = await server.post(PATH, {"input": "hi", "text": text})
+            assert (status, response.headers.get("x-ignored-fields")) == (200, told)
 
     serve(tokenizer, test)
 

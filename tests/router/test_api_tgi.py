@@ -831,6 +831,11 @@ def test_vllms_tokenize_and_detokenize_round_trip(tokenizer: Tokenizer) -> None:
             status, body, _ = await server.post("/detokenize", {"tokens": tokens})
             assert (status, "tokens" in body["error"]) == (422, True)
         assert (await server.post("/detokenize", {"tokens": []}))[1] == {"prompt": ""}
+        status, body, _ = await server.post("/detokenize", {"tokens": [*found["tokens"], 99_999, 2**32 - 1]})
+        assert (status, body["error"]) == (
+            422,
+            "Input validation error: `tokens` has the id 99999, and the tokenizer has no such token",
+        )
 
     serve(tokenizer, test)
 

@@ -323,6 +323,20 @@ def test_request_that_exceeds_its_timeout_expires() -> None:
     run(test, FakeShards(seconds=0.002))
 
 
+def test_duration_of_a_request_begins_with_its_arrival() -> None:
+    """As in TGI, validation is a part of it."""
+
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        await read(batcher, make_request("a", 3, arrived=monotonic() - 20.0))
+        await read(batcher, make_request("a", 3))
+        assert 20 <= metric_value(batcher, "tgi_request_validation_duration_sum") < 21
+        assert metric_value(batcher, "tgi_request_validation_duration_count") == 2
+        parts = sum(metric_value(batcher, f"tgi_request_{name}_duration_sum") for name in ("validation", "queue", "inference"))
+        assert metric_value(batcher, "tgi_request_duration_sum") == pytest.approx(parts)
+
+    run(test)
+
+
 def test_deadline_counts_from_the_arrival_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the end of its validation."""
     streams = record_streams(monkeypatch)

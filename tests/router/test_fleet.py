@@ -426,7 +426,7 @@ def test_start_of_a_joining_replica_is_retried_while_the_others_serve() -> None:
             failures += 1
             late.lost = asyncio.get_running_loop().create_future()
             late.die()
-            raise Broken("the shard at unix:/late is rank 1 of 2")
+            raise Broken("address 1 of 1 leads to rank 1 of 2")
 
         late.connect = fail  # type: ignore[method-assign]
         await until(lambda: failures > 1)
@@ -662,7 +662,7 @@ def test_broken_replica_that_joins_during_the_start_does_not_fail_the_start() ->
     async def test(fleet: Fleet, shards: dict[str, DelayedShards]) -> None:
         starting = asyncio.create_task(fleet.start())
         fleet.join(["h:1"])
-        shards["1"].error = "the shard at h:1 is rank 1 of 2, rank 0 of 1 was expected"
+        shards["1"].error = "address 1 of 1 leads to rank 1 of 2, rank 0 of 1 was expected"
         shards["1"].reachable.set()
         await asyncio.sleep(0.02)
         assert not starting.done()

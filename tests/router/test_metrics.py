@@ -39,7 +39,7 @@ def test_request_metrics_count_arrival_success_failures_and_durations() -> None:
         metrics.arrived()
     metrics.first_token(0.1)
     finish = Finish("length", "text", "", 5, queue_seconds=0.5, inference_seconds=1.0)
-    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9, choices=2), finish, 8, 0.25)
+    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9, choices=2), finish, 8, 0.125, 0.25)
     metrics.failed("dropped")
     metrics.failed("overloaded")
     metrics.turned_away("validation")
@@ -50,18 +50,20 @@ def test_request_metrics_count_arrival_success_failures_and_durations() -> None:
     assert values['tgi_request_failure{err="overloaded"}'] == 1
     assert values['tgi_request_failure{err="validation"}'] == 1
     assert values["penstock_client_disconnects_total"] == 1
-    assert values["tgi_request_duration_sum"] == 1.5
+    assert values["tgi_request_duration_sum"] == 1.625
+    assert values["tgi_request_validation_duration_sum"] == 0.125
     assert values["tgi_request_queue_duration_sum"] == 0.5
     assert values["tgi_request_inference_duration_sum"] == 1.0
     assert values["tgi_request_mean_time_per_token_duration_sum"] == 0.2
     assert values["tgi_request_generated_tokens_sum"] == 8
-    assert values["tgi_request_input_length_sum"] == 3
-    assert values["tgi_request_max_new_tokens_sum"] == 9
+    assert values["penstock_request_prompt_tokens_sum"] == 3
+    assert values["penstock_request_max_new_tokens_sum"] == 9
+    assert values["tgi_request_input_length_count"] == values["tgi_request_max_new_tokens_count"] == 0
     assert values["penstock_time_to_first_token_seconds_count"] == 1
     assert values["penstock_prefill_seconds_sum"] == 0.25
     assert values["penstock_decode_seconds_sum"] == 0.75
     assert values["penstock_time_per_output_token_seconds_sum"] == 0.75 / 4
-    metrics.done(Request(prompt=(1,), max_new_tokens=1), Finish("length", "", "", 1, 0.0, 1.0), 1, 1.0)
+    metrics.done(Request(prompt=(1,), max_new_tokens=1), Finish("length", "", "", 1, 0.0, 1.0), 1, 0.0, 1.0)
     assert samples(metrics)["penstock_time_per_output_token_seconds_count"] == 2, "an answer of a single token counts as 0"
     assert values['penstock_finished_requests_total{reason="length"}'] == 1
 
@@ -74,8 +76,10 @@ def test_step_metrics_are_counted_by_method_and_kind() -> None:
     metrics.step(Decode(), 0.5, shard_pb2.StepReply(seconds=0.25))
     metrics.step(Decode(), 0.5, shard_pb2.StepReply(seconds=0.25, failed_uids=[1], failed_messages=["no"]))
     metrics.step(Filter((1,)), 0.5, None)
+    for action in (Prefill((1,), ((1, 7),), 16, decode=False), Decode(), Decode()):
+        metrics.requested(action)
     values = samples(metrics)
-    assert values['tgi_batch_inference_count{method="prefill"}'] == 2
+    assert values['tgi_batch_inference_count{method="prefill"}'] == 1
     assert values['tgi_batch_inference_count{method="decode"}'] == 2
     assert values['tgi_batch_inference_success{method="decode"}'] == 1
     assert values['tgi_batch_inference_failure{method="decode"}'] == 1
@@ -224,13 +228,15 @@ def test_batch_size_concat_filter_and_validation_metrics_of_tgi_are_counted() ->
     metrics.step(Prefill((3,), ((3, 7),), 16, decode=False), 0.5, shard_pb2.StepReply(seconds=0.125))
     metrics.step(Prefill((), ((3, 7),), 16, decode=True), 0.5, shard_pb2.StepReply(seconds=0.125, decode_tokens=3))
     metrics.step(Filter((1,)), 0.25, None)
-    metrics.validated(0.75)
+    for tokens in (3, 4):
+        metrics.validated(tokens, 9)
     values = samples(metrics)
     assert (values["tgi_batch_next_size_count"], values["tgi_batch_next_size_sum"]) == (2, 3)
     assert values['tgi_batch_concat{reason="chunking"}'] == values['tgi_batch_concat_duration_count{method="decode"}'] == 1
     assert values['tgi_batch_decode_duration_sum{method="prefill"}'] == 3 * 0.375
     assert values['tgi_batch_filter_duration_sum{method="decode"}'] == 0.25
-    assert values["tgi_request_validation_duration_sum"] == 0.75
+    assert (values["tgi_request_input_length_count"], values["tgi_request_input_length_sum"]) == (2, 7)
+    assert values["tgi_request_max_new_tokens_sum"] == 18
 
 
 def test_requested_adapters_are_exported_as_vllms_lora_requests_info() -> None:
@@ -268,7 +274,7 @@ def test_vllm_metrics_have_the_values_of_penstocks() -> None:
     for name, value in gauges.items():
         metrics.watch(f"penstock_{name}", lambda value=value: value)
     metrics.watch("tgi_batch_max_total_tokens", lambda: 128)
-    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9), Finish("stop_sequence", "", "", 5, 0.5, 1.0), 5, 0.25)
+    metrics.done(Request(prompt=(1, 2, 3), max_new_tokens=9), Finish("stop_sequence", "", "", 5, 0.5, 1.0), 5, 0.5, 0.25)
     for kind in ("dropped", "timeout", "generation", "validation", "overloaded"):
         metrics.failed(kind)
     metrics.tokens(3, {0.5: 1})
@@ -283,6 +289,9 @@ def test_vllm_metrics_have_the_values_of_penstocks() -> None:
     assert values[f"vllm:prefix_cache_queries_total{{{labels}}}"] == 100
     assert values[f"vllm:prefix_cache_hits_total{{{labels}}}"] == 90
     assert values[f"vllm:inter_token_latency_seconds_count{{{labels}}}"] == 1
+    assert values[f"vllm:e2e_request_latency_seconds_sum{{{labels}}}"] == 2.0, "with its validation"
+    assert values[f"vllm:request_prompt_tokens_sum{{{labels}}}"] == 3, "of those that have ended"
+    assert values[f"vllm:request_params_max_tokens_sum{{{labels}}}"] == 9
     assert values[f"vllm:request_decode_time_seconds_sum{{{labels}}}"] == 0.75
     assert values[f"vllm:request_time_per_output_token_seconds_sum{{{labels}}}"] == 0.75 / 4, "without the first token and its time"
     assert values['vllm:cache_config_info{block_size="16",engine="0",model_name="m",num_gpu_blocks="8"}'] == 1

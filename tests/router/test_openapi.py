@@ -59,7 +59,10 @@ def test_own_and_unsupported_fields_have_descriptions() -> None:
     assert set(FIELD_DESCRIPTIONS) <= {name for each in fields for name in each}
     assert [each["speculate"]["description"] for each in fields] == [FIELD_DESCRIPTIONS["speculate"]] * 4
     assert [each["num_beam_groups"]["description"] for each in fields] == ["`num_beam_groups` is not supported"] * 4
-    assert schemas["ChatBody"]["properties"]["functions"]["description"] == "`functions` is not supported: use `tools`"
+    assert (
+        schemas["ChatBody"]["properties"]["functions"]["description"]
+        == "`functions` is not supported: use `tools`, which chats have"
+    )
 
 
 def test_security_is_described_if_the_route_needs_an_api_key() -> None:

@@ -118,8 +118,25 @@ def test_peer_with_a_certificate_of_another_authority_is_not_connected(
             await asyncio.wait_for(shards.connect(), 1.0)
         assert next(servicer.stages) == "loading weights 40 %"  # no call has reached it
         assert [line for line in caplog.messages if f"shard rank 0 at {address} can't be reached: " in line]
-        assert shards.stage.startswith(f"waiting for shard rank 0 at {address}: ")
+        assert shards.stage == "waiting for shard rank 0, which can't be reached: the log says why"  # anybody may read it
         await shards.close()
         await server.stop(None)
+
+    run(work)
+
+
+def test_loss_of_a_rank_names_its_address_in_the_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Clients are told what is lost, and so is whoever asks for the server's health."""
+
+    async def work() -> None:
+        server, address, _ = await listen(None)
+        shards = GrpcShards([address])
+        await shards.connect()
+        await server.stop(None)
+        with pytest.raises(Broken) as lost:
+            await shards.warm_up(WARMUP)
+        assert str(lost.value) == "shard rank 0 is lost"
+        assert [line for line in caplog.messages if line.startswith("shard rank 0 is lost: ") and address.split(":")[-1] in line]
+        await shards.close()
 
     run(work)

@@ -309,6 +309,26 @@ def test_step_time_counts_from_the_end_of_the_step_before(monkeypatch: pytest.Mo
     run(test, FakeShards(seconds=0.005))
 
 
+def test_steps_are_counted_when_requested_and_have_failed_when_their_shards_are_lost() -> None:
+    async def test(batcher: Batcher, shards: FakeShards) -> None:
+        def count(what: str) -> float:
+            name = f"tgi_batch_inference_{what}_total"
+            return batcher._metrics.samples([name]).get(name, 0.0)
+
+        shards.gate.clear()
+        reading = asyncio.create_task(read(batcher, make_request("hello", 9)))
+        while count("count") < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert (count("success"), count("failure")) == (0, 0)
+        shards.die()
+        shards.gate.set()
+        assert len(await reading) == 11
+        assert count("failure") == 2
+        assert count("count") >= count("success") + 2
+
+    run(test)
+
+
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_two_steps_are_in_flight_during_delivery_only_with_overlapping_steps(
     monkeypatch: pytest.MonkeyPatch, overlaps: bool

@@ -28,6 +28,15 @@ def validate(tokenizer: Tokenizer, prompt: Any = "hi", config: RouterConfig = CO
     return asyncio.run(Validator(config, tokenizer).request(prompt, Parameters(**given), LIMITS))
 
 
+def test_each_valid_request_is_observed(tokenizer: Tokenizer) -> None:
+    seen: list[tuple[int, int]] = []
+    validator = Validator(CONFIG, tokenizer, lambda *observed: seen.append(observed))
+    asyncio.run(validator.request([5] * 3, Parameters(max_new_tokens=7), LIMITS))
+    with pytest.raises(Refused):
+        asyncio.run(validator.request([5] * 3, Parameters(max_new_tokens=0), LIMITS))
+    assert seen == [(3, 7)]
+
+
 NEEDS_BEAMS = "`{}` needs beams: ask for them with `num_beams` > 1, or leave it out"
 INVALID: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0.0}, "`temperature` must be strictly positive"),
