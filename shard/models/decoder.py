@@ -455,10 +455,12 @@ class Decoder:
                 self._compile_few(count)
 
     def _compile_few(self, rows: int) -> None:
-        """Runs all but attention for so few rows, in one layer of each kind, and the LM head."""
-        firsts = {(type(layer.attention), type(layer.mlp)): layer for layer in reversed(self.layers)}
+        """Runs all but attention for so few rows, in one layer of each kind, and the LM head. Layers run in their order, on one
+        stream: what one leaves there the next may need (`shortcuts`)."""
+        firsts, stream = dict[object, Layer](), self._blank(rows)
+        for layer in self.layers:
+            firsts.setdefault((type(layer.attention), type(layer.mlp)), layer)
         for layer in firsts.values():
-            stream = self._blank(rows)
             layer.project(stream)
             per_layer = self.embedding.new_zeros(rows, layer.per_layer.output.shape[1]) if layer.per_layer else None
             layer.transform(layer.nothing(self.embedding, rows), stream, per_layer)

@@ -729,9 +729,10 @@ def test_service_executes_commands_on_the_engines_device(activity: Activity, mon
     ],
 )
 def test_no_model_family_makes_the_host_wait_within_a_step(activity: Activity, name: str) -> None:
-    """Neither while a graph is recorded nor in a step: experts are routed on the device."""
+    """Neither while a graph is recorded nor in a step: experts are routed on the device. Warm-up compiles what it needs before."""
     folder = str(tiny.folder(name))
     engine = load(ShardConfig(folder=folder, model="m", device="cuda", dtype="bfloat16"), lambda stage: None)
+    engine.compile(8)
     size_pool(engine, 0, 0.9, TOKENS, ROWS, ROWS, TOTAL, [1, 2, 4])
     engine.resize(PAGES)
     engine.record(Recorder(), GraphExtent(TOKENS, ROWS, TOTAL, PAGES, None, False, False), lambda stage: None)
