@@ -197,6 +197,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """A parser of whole numbers from `least`, which is 1 or more."""
+
+    def parse(text: str) -> int:
+        if (value := count(text)) < least:
+            raise ValueError(f"{text}: a whole number from {least} on is needed")
+        return value
+
+    return parse
+
+
 def warm_up(text: str) -> float | int:
     """ "5s", or a number of requests."""
     return positive(text.removesuffix("s")) if text.endswith("s") else count(text)

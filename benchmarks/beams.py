@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
+from penstock.bench.flags import checked, count
 from penstock.benchmarks import checkpoint
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import Client, client
-from penstock.demo.amounts import amount
 from penstock.launcher.hub import DEMO_FOLDER
 from penstock.shard.config import ShardConfig
 from penstock.shard.decoding.hypotheses import Path as BeamPath
@@ -152,8 +152,8 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="random weights, 200 million parameters, instead of the demo model")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="for the server and transformers (default: cpu)")
     parser.add_argument("--wall", action="store_true", help="measure by the clock on the wall, not by CPU time; always so on a GPU")
-    parser.add_argument("--new", type=amount, default=48, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("--rounds", type=amount, default=5, help="how often everything is measured (default: %(default)s)")
+    parser.add_argument("--new", type=checked(count), default=48, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--rounds", type=checked(count), default=5, help="how often everything is measured (default: %(default)s)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = DEMO_FOLDER

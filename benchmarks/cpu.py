@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
+from penstock.bench.flags import checked, count, numbers
 from penstock.benchmarks import checkpoint, limits
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import client
-from penstock.demo.amounts import amount, amounts
 from penstock.launcher import machine
 
 HERE = Path(__file__).parent
@@ -177,10 +177,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the checkpoint")
     parser.add_argument("--peers", default=",".join(MODULES), help="comma-separated; those that are not installed are left out")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH", help="interpreter that has this peer")
-    parser.add_argument("--new", type=amount, default=64, help="tokens of a long answer")
-    parser.add_argument("--batches", type=amounts, default="1,8,32")
-    parser.add_argument("--prefill", type=amount, default=512)
-    parser.add_argument("--rounds", type=amount, default=3)
+    parser.add_argument("--new", type=checked(count), default=64, help="tokens of a long answer")
+    parser.add_argument("--batches", type=checked(numbers(count)), default="1,8,32")
+    parser.add_argument("--prefill", type=checked(count), default=512)
+    parser.add_argument("--rounds", type=checked(count), default=3)
     parser.add_argument("--json", type=Path, help="write the table there, too")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
-from penstock.demo.amounts import amount, positive
+from penstock.bench.flags import checked, count, positive
 from penstock.launcher.hub import DEMO_FOLDER
 from penstock.router import grammar as sources
 from penstock.shard.decoding.grammar import Grammars, GrammarState
@@ -66,8 +66,8 @@ class Result:
 def main() -> None:
     """Prints a table for each vocabulary."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", type=amount, default=128_000, help="of the large vocabulary")
-    parser.add_argument("--seconds", type=positive, default=3.0, help="for each grammar and vocabulary")
+    parser.add_argument("--tokens", type=checked(count), default=128_000, help="of the large vocabulary")
+    parser.add_argument("--seconds", type=checked(positive), default=3.0, help="for each grammar and vocabulary")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         large = Path(folder)

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.bench.flags import checked, count
 from penstock.benchmarks.gpu_measure import replaced
 from penstock.benchmarks.gpu_model import write
-from penstock.demo.amounts import amount
 from penstock.kernels import dispatch, lookahead
 from penstock.kernels.beam import Continuations
 from penstock.shard import logits
@@ -123,7 +123,7 @@ def _measure(engine: Engine, rows: int, context: int, steps: int, width: int, pe
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=amount, default=100, help="of each kind (default: %(default)s)")
+    parser.add_argument("--steps", type=checked(count), default=100, help="of each kind (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for what, rows, context, width, penalty in (

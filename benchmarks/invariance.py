@@ -15,9 +15,9 @@ import statistics
 import sys
 from typing import Any
 
+from penstock.bench.flags import checked, count
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import Client, client
-from penstock.demo.amounts import amount
 
 STREAMS = (1, 8, 32)
 NEW = 64  # tokens of an answer, where the cost is measured
@@ -77,8 +77,8 @@ def main() -> int:
     """See the module. Exit code 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="default: %(default)s")
-    parser.add_argument("--requests", type=amount, default=60, help="that are compared (default: %(default)s)")
-    parser.add_argument("--rounds", type=amount, default=5, help="how often the cost is measured (default: %(default)s)")
+    parser.add_argument("--requests", type=checked(count), default=60, help="that are compared (default: %(default)s)")
+    parser.add_argument("--rounds", type=checked(count), default=5, help="how often the cost is measured (default: %(default)s)")
     options = parser.parse_args()
     found = []
     for flags in ([], ["--batch-invariant"]):

@@ -16,9 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+from penstock.bench.flags import checked, count, positive
 from penstock.benchmarks.server import serving
 from penstock.benchmarks.streams import Answer, client, forever, prompt, running
-from penstock.demo.amounts import amount, positive
 
 CONTEXT = 2048  # of the demo model
 GOAL = 2.0  # p99 of the gaps, in targets
@@ -61,9 +61,13 @@ async def measure(port: int, streams: int, seconds: float, seed: int) -> tuple[G
 def main() -> int:
     """See the module. Exit code 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", type=positive, default=40.0, help="--itl-target of the server, in milliseconds (default 40)")
-    parser.add_argument("--streams", type=amount, default=4, help="that decode all the time (default 4)")
-    parser.add_argument("--seconds", type=positive, default=8.0, help="without long prompts, twice that with them (default 8)")
+    parser.add_argument(
+        "--target", type=checked(positive), default=40.0, help="--itl-target of the server, in milliseconds (default 40)"
+    )
+    parser.add_argument("--streams", type=checked(count), default=4, help="that decode all the time (default 4)")
+    parser.add_argument(
+        "--seconds", type=checked(positive), default=8.0, help="without long prompts, twice that with them (default 8)"
+    )
     parser.add_argument("--policy", choices=["mixed", "pause"], default="mixed", help="pause: to see what mixing is good for")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     options = parser.parse_args()

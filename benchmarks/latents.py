@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.demo.amounts import amount
+from penstock.bench.flags import checked, count
 from penstock.kernels import expanded
 from penstock.shard.config import ShardConfig
 from penstock.shard.engine import Engine
@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", nargs="+", default=CHUNKS, metavar="TOKENSxCONTEXT")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rounds", type=amount, default=3)
+    parser.add_argument("--rounds", type=checked(count), default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     chunks = [tuple(map(int, chunk.split("x"))) for chunk in options.chunks]

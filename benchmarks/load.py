@@ -21,9 +21,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.bench.flags import checked, count, positive
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import Answer, Client, client, forever, prompt, running
-from penstock.demo.amounts import amount, positive
 
 LOAD, GOAL = 0.8, 0.95
 
@@ -135,10 +135,10 @@ async def measure(port: int, pid: int, options: argparse.Namespace) -> list[dict
 def main() -> int:
     """See the module. Exit code 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=amount, default=16, help="most sequences at once (default 16)")
-    parser.add_argument("--prompt", type=amount, default=64, help="tokens of each prompt (default 64)")
-    parser.add_argument("--new", type=amount, default=96, help="tokens of each answer (default 96)")
-    parser.add_argument("--seconds", type=positive, default=8.0, help="of an open loop (default 8)")
+    parser.add_argument("--batch", type=checked(count), default=16, help="most sequences at once (default 16)")
+    parser.add_argument("--prompt", type=checked(count), default=64, help="tokens of each prompt (default 64)")
+    parser.add_argument("--new", type=checked(count), default=96, help="tokens of each answer (default 96)")
+    parser.add_argument("--seconds", type=checked(positive), default=8.0, help="of an open loop (default 8)")
     parser.add_argument(
         "--rounds", type=int, default=8, help="medians of them count, since machines change their speed (default 8)"
     )

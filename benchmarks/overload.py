@@ -16,8 +16,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from penstock.bench.flags import checked, count
 from penstock.bench.local_server import HOST, LocalServer
-from penstock.demo.amounts import amount
 
 CONNECTING = 256  # connections that are being made at a time
 SPARE = 200  # open files that a process needs beside its connections
@@ -103,8 +103,8 @@ def raised(wanted: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connections", type=amount, default=10_000)
-    parser.add_argument("--tokens", type=amount, default=20, help="of each answer")
+    parser.add_argument("--connections", type=checked(count), default=10_000)
+    parser.add_argument("--tokens", type=checked(count), default=20, help="of each answer")
     parser.add_argument("--max-concurrent-requests", default="128", help="the server's limit")
     options = parser.parse_args()
     connections = raised(options.connections)
@@ -115,8 +115,8 @@ def main() -> None:
         crowd = asyncio.run(gather(server, connections, options.tokens))
         code = server.stop()
     print(f"{connections} connections, {options.max_concurrent_requests} requests at once, answered within {crowd.seconds:.1f} s:")
-    for status, count in sorted(crowd.answers.items()):
-        print(f"  {count:6} {status}")
+    for status, answers in sorted(crowd.answers.items()):
+        print(f"  {answers:6} {status}")
     print(f"429 without Retry-After: {crowd.endless}; 200 and then cut: {crowd.unfinished}; exit code: {code}")
     print("the router's memory: " + ", ".join(f"{size / MIB:.0f} MiB {when}" for when, size in crowd.memory.items()))
     print(f"  at most {crowd.growth / MIB:.0f} MiB more than at first, {crowd.growth / connections / 1024:.1f} KiB per connection")

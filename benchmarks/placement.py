@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock.demo.amounts import amount, at_least
+from penstock.bench.flags import at_least, checked, count
 from penstock.router.placement import Placed, Placement
 
 PAGE = 16
@@ -177,8 +177,8 @@ def run(choose: Choose, trace: Trace, replicas: int, requests: int) -> Found:
 def main() -> int:
     """See the module. Exit code 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=amount, default=100)
-    parser.add_argument("--requests", type=at_least(2), default=6000)
+    parser.add_argument("--replicas", type=checked(count), default=100)
+    parser.add_argument("--requests", type=checked(at_least(2)), default=6000)
     parser.add_argument("--only", choices=list(WORKLOADS))
     options = parser.parse_args()
     gc.disable()  # the simulated caches hold millions of pages, which no router has to scan

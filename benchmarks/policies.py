@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.demo.amounts import amount
+from penstock.bench.flags import checked, count
 from penstock.router.cost import Cost
 from penstock.router.policies import ChunkedPrefill, Policy, WholePrefill
 from penstock.router.scheduler import Bounds
@@ -126,7 +126,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(scenes(1)), help="one workload")
-    parser.add_argument("--requests", type=amount, default=2000)
+    parser.add_argument("--requests", type=checked(count), default=2000)
     parser.add_argument("--plot", action="store_true", help=f"pictures in {PICTURES}")
     options = parser.parse_args()
     for name, scene in scenes(options.requests).items():

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 
+from penstock.bench.flags import checked, count
 from penstock.benchmarks import checkpoint
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import Client, client, prompt
-from penstock.demo.amounts import amount
 from penstock.shard.pages import PagePool, page_table
 from penstock.shard.prefix import Node, PrefixCache
 
@@ -122,7 +122,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["look-up", "first", "samples"], help="one of the three")
     parser.add_argument("--folder", type=Path, default=Path("build/benchmark"), help="where the random-weight model is kept")
-    parser.add_argument("--rounds", type=amount, default=3)
+    parser.add_argument("--rounds", type=checked(count), default=3)
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     options = parser.parse_args()
     met, found = True, {}

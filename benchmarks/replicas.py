@@ -13,9 +13,9 @@ import random
 import sys
 import time
 
+from penstock.bench.flags import checked, count, positive
 from penstock.benchmarks.server import serving
 from penstock.benchmarks.streams import Answer, Client, client, prompt, running
-from penstock.demo.amounts import amount, positive
 from penstock.launcher.machine import cores
 
 SYSTEM, OWN, NEW = 256, 32, 64  # tokens of system prompts, of what users add, of answers
@@ -58,9 +58,9 @@ async def measure(port: int, replicas: int, streams: int, seconds: float) -> tup
 def main() -> int:
     """See the module. Exit code 1 if the goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--most", type=amount, default=3, help="replicas (default 3)")
-    parser.add_argument("--streams", type=amount, default=24, help="users at once (default 24)")
-    parser.add_argument("--seconds", type=positive, default=8.0, help="of each measurement (default 8)")
+    parser.add_argument("--most", type=checked(count), default=3, help="replicas (default 3)")
+    parser.add_argument("--streams", type=checked(count), default=24, help="users at once (default 24)")
+    parser.add_argument("--seconds", type=checked(positive), default=8.0, help="of each measurement (default 8)")
     options = parser.parse_args()
     print(f"{cores()} cores; {options.streams} users, prompts of {SYSTEM} + {OWN} tokens, answers of {NEW}")
     print(f"{'replicas':>8}{'tokens/s':>12}{'times one':>12}{'cached':>10}{'largest share':>16}")

@@ -42,7 +42,7 @@ from typing import Any
 import grpc
 import tokenizers
 
-from penstock.demo.amounts import amount
+from penstock.bench.flags import checked, count
 from penstock.launcher import children
 from penstock.launcher.hub import DEMO_FOLDER
 from penstock.launcher.machine import free_port
@@ -338,8 +338,8 @@ def main() -> None:
     """See the module. Exit code 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
-    parser.add_argument("--new", type=amount, default=400, help="tokens of each answer (default 400)")
-    parser.add_argument("--rounds", type=amount, default=3, help="medians count (default 3)")
+    parser.add_argument("--new", type=checked(count), default=400, help="tokens of each answer (default 400)")
+    parser.add_argument("--rounds", type=checked(count), default=3, help="medians count (default 3)")
     parser.add_argument("--json", type=Path, help="write the numbers there, too")
     parser.add_argument("--shard", help=argparse.SUPPRESS)  # this process is the shard, on that socket
     parser.add_argument("--send", help=argparse.SUPPRESS)  # this process only sends: streams, events

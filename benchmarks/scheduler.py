@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.demo.amounts import amounts, at_least
+from penstock.bench.flags import at_least, checked, count, numbers
 from penstock.router.cost import Cost
 from penstock.router.policies import ChunkedPrefill
 from penstock.router.scheduler import Action, Bounds, Job, Prefill, Report, Scheduler
@@ -175,8 +175,8 @@ def _call(make: Callable[..., Any], **arguments: object) -> Any:
 def main() -> int:
     """See the module. Exit code 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=amounts, default="32,256,1024", help="sequences, with commas")
-    parser.add_argument("--steps", type=at_least(2), default=1000, help="timed")
+    parser.add_argument("--running", type=checked(numbers(count)), default="32,256,1024", help="sequences, with commas")
+    parser.add_argument("--steps", type=checked(at_least(2)), default=1000, help="timed")
     options = parser.parse_args()
     print(f"{'microseconds per step':28}{'running':>8}{'p50':>9}{'mean':>9}{'p99':>9}")
     missed = False

@@ -16,11 +16,11 @@ import statistics
 from collections.abc import Sequence
 from itertools import islice
 
+from penstock.bench.flags import checked, count
 from penstock.bench.local_server import LocalServer
 from penstock.benchmarks import speculation_engine
 from penstock.benchmarks.server import serving, tree_cpu
 from penstock.benchmarks.streams import client
-from penstock.demo.amounts import amount
 from penstock.demo.lessons import Question, questions
 
 DRAFTING = "draft=demo-draft,tokens=8"
@@ -51,7 +51,7 @@ async def run(
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--new", type=amount, default=128, help="tokens of an answer, at most (default: %(default)s)")
+    parser.add_argument("--new", type=checked(count), default=128, help="tokens of an answer, at most (default: %(default)s)")
     parser.add_argument(
         "--rounds",
         type=int,

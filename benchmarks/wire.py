@@ -28,7 +28,7 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from penstock.demo.amounts import amounts, at_least
+from penstock.bench.flags import at_least, checked, count, numbers
 from penstock.proto import rpc, settings
 from penstock.proto import shard_pb2 as wire
 from penstock.router.shards import CHANNEL_OPTIONS, GrpcShards
@@ -230,16 +230,16 @@ def report(count: int, found: dict[str, Any]) -> bool:
 def main() -> None:
     """See the module. Exit code 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=amounts, default="1,2,4", help="of the rank groups, comma-separated")
-    parser.add_argument("--steps", type=at_least(3), default=1000, help="of each kind")
+    parser.add_argument("--ranks", type=checked(numbers(count)), default="1,2,4", help="of the rank groups, comma-separated")
+    parser.add_argument("--steps", type=checked(at_least(3)), default=1000, help="of each kind")
     parser.add_argument("--shard", help=argparse.SUPPRESS)  # this process is a shard: its settings
     asked = parser.parse_args()
     if asked.shard:
         serve(settings.load(ShardConfig, asked.shard), NullService, load)
     met = True
-    for count in asked.ranks:
+    for ranks in asked.ranks:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            met &= report(count, runner.run(measure(count, asked.steps)))
+            met &= report(ranks, runner.run(measure(ranks, asked.steps)))
     sys.exit(not met)
 
 
